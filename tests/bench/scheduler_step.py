@@ -38,7 +38,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
@@ -125,7 +125,7 @@ class OurScheduler:
                      options=CacheOptions(cache_generated=True))  # fmt: skip
         histogram = BatchHistogram(None, None, time.monotonic, structlog.get_logger())
         self._scheduler = ReplicaScheduler(
-            shapes, kv, self._engine, Interleave(1), clock=time.monotonic, observe_batch=histogram.observe
+            shapes, kv, self._engine, Turns(1), clock=time.monotonic, observe_batch=histogram.observe
         )  # fmt: skip
         self._engine.model = ModelLimits(
             MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})

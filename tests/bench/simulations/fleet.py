@@ -34,7 +34,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
@@ -147,7 +147,7 @@ class Fleet:
         self._running: list[tuple[float, int, StepPlan, float]] = []
         for index in range(REPLICAS):
             kv = KvCache(shapes, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
-            scheduler = ReplicaScheduler(shapes, kv, self.engine, Interleave(1), clock=lambda: self.now)
+            scheduler = ReplicaScheduler(shapes, kv, self.engine, Turns(1), clock=lambda: self.now)
             self.schedulers.append(scheduler)
             self._idle.add(index)
             self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))

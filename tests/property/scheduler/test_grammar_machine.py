@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason, Grammar
@@ -72,7 +72,7 @@ class GrammarMachine(RuleBasedStateMachine):
     def attach(self, name: str) -> None:
         kv = KvCache(self.shapes, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
         scheduler = ReplicaScheduler(
-            self.shapes, kv, self.engine, Interleave(1), clock=lambda: 0.0, max_lease=self.lease,
+            self.shapes, kv, self.engine, Turns(1), clock=lambda: 0.0, max_lease=self.lease,
             plans_ahead=self.ahead,
         )  # fmt: skip
         device = SimulatedDevice(self.shapes, (FULL,))

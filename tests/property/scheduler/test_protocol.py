@@ -15,7 +15,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed
@@ -267,7 +267,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.shapes,
             self.new_cache(),
             self.engine,
-            Interleave(1),
+            Turns(1),
             clock=lambda: 0.0,
             max_lease=self.lease,
             plans_ahead=self.plans_ahead,

@@ -10,7 +10,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.order import ArrivalOrder
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
@@ -60,7 +60,7 @@ class LocalReplica:
             frozenset(),
         )
         kv = KvCache(shapes, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
-        interleave = Interleave(decode_steps_per_chunk)
+        interleave = Turns(decode_steps_per_chunk)
         self.scheduler = ReplicaScheduler(shapes, kv, self.engine, interleave, clock=time.monotonic)
         self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))
         self._count = 0

@@ -10,7 +10,7 @@ from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import FULL, Rig
@@ -66,7 +66,7 @@ def add_replica(
     shapes = shapes or rig.shapes
     kv = KvCache(shapes, (FULL,), [num_blocks], model="m")
     scheduler = ReplicaScheduler(
-        shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now, adapter_slots=adapter_slots
+        shapes, kv, rig.engine, Turns(1), clock=lambda: rig.now, adapter_slots=adapter_slots
     )
     rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing, lora=lora))
     device = SimulatedDevice(shapes, num_adapter_slots=adapter_slots, hosted=hosted)

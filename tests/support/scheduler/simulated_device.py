@@ -121,6 +121,9 @@ class SimulatedDevice:
     """Whether a request asks for log-probabilities: results of its steps come as outputs."""
     dead: set[int] = field(default_factory=set)
     """Slots whose admission was refused or whose step failed, until their release."""
+    garbage: set[tuple[int, int]] = field(default_factory=set)
+    """Blocks, with their groups, that a copy of a failed plan should have filled. The results of requests that
+    have them are ignored."""
     broken: int = 0
     """The next plans that fail; they free their slots before."""
     num_adapter_slots: int = 0
@@ -139,6 +142,7 @@ class SimulatedDevice:
         except StepFailedError:
             self.dead.update(one.slot for one in (*plan.admit, *plan.grow))
             self.dead.update(slots_of(plan.work))
+            self.garbage.update((copy.group_id, copy.target_block) for copy in plan.copies)
             raise
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -163,7 +167,7 @@ class SimulatedDevice:
             if growth.slot not in self.dead:
                 self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
                 for block in growth.block_ids:
-                    self.memory.pop((growth.group_id, block), None)
+                    self._clear(growth.group_id, block)
         return self._with_refusals(plan, self.run_work(plan), refusals)
 
     def run_work(self, plan: StepPlan) -> StepResult:
@@ -225,6 +229,7 @@ class SimulatedDevice:
 
     def _copy(self, copy: BlockCopy) -> None:
         self.copied += 1
+        self.garbage.discard((copy.group_id, copy.target_block))
         assert copy.source_block != NULL_BLOCK_ID != copy.target_block
         self.memory[copy.group_id, copy.target_block] = list(self.memory[copy.group_id, copy.source_block])
 
@@ -247,7 +252,13 @@ class SimulatedDevice:
         written = -(-admission.num_computed_tokens // self.shapes.block_size)
         for group, table in enumerate(tables):
             for block in table[written:]:
-                self.memory.pop((group, block), None)
+                self._clear(group, block)
+            if any((group, block) in self.garbage for block in table):
+                self.dead.add(admission.slot)
+
+    def _clear(self, group_id: int, block: int) -> None:
+        self.memory.pop((group_id, block), None)
+        self.garbage.discard((group_id, block))
 
     def _compute(self, state: _Slot, end: int) -> None:
         """Runs one graph for one row: reads what is visible, writes positions up to ``end``."""

@@ -41,7 +41,7 @@ def check_innocents(rig: Rig, innocents: dict[str, list[int]]) -> None:
 )
 def test_a_request_that_makes_steps_fail_fails_alone(kind: Kind, end: int, lease: int) -> None:
     """It fails with the device's error after max_step_failures; the others get all of their tokens."""
-    rig = make_rig(max_lease=lease)
+    rig = make_rig(lease_steps=lease)
     rig.fails = reaches(kind, "poison", end)
     innocents = submit_innocents(rig)
     for _ in range(4):
@@ -127,7 +127,7 @@ def test_a_poison_request_is_tried_on_every_replica() -> None:
 
 def test_a_lease_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
     """The request continues behind them; none is lost or repeated."""
-    rig = make_rig(max_lease=8)
+    rig = make_rig(lease_steps=8)
     sink = rig.submit(make_submission(max_tokens=20))
     while not rig.scheduler._decoding:
         rig.step()
@@ -142,7 +142,7 @@ def test_a_lease_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
 @pytest.mark.parametrize("back", [False, True])
 def test_a_fault_counts_once_against_a_request(back: bool) -> None:
     """Also if the plan behind the failed step fails with it, be the request back on the replica or not."""
-    rig = make_rig(max_lease=8, plans_ahead=True)
+    rig = make_rig(lease_steps=8)
     rig.submit(make_submission(max_tokens=30))
     while not isinstance((lease := planned(rig)).work, Decode):
         rig.scheduler.update(rig.device.run(lease))
@@ -161,7 +161,7 @@ def test_a_fault_counts_once_against_a_request(back: bool) -> None:
 
 def test_the_request_that_a_failed_step_admitted_is_not_blamed_for_its_chunk_behind() -> None:
     """The device fails a decode step that admits a request, and then the request's first chunk."""
-    rig = make_rig(max_lease=8, plans_ahead=True)
+    rig = make_rig(lease_steps=8)
     rig.submit(make_submission([5], request_id="first", max_tokens=30))
     rig.engine.dispatch()
     rig.scheduler.update(rig.device.run(planned(rig)))

@@ -10,7 +10,7 @@ from protos.steps import SlotOutput, StepResult
 from scheduler_svc.dispatch.engine import MOST_GRAMMAR_LOSSES
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Submission
@@ -47,7 +47,7 @@ def record_asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
 
 def second_replica(rig: Rig, ask: Callable[[Grammar], None], name: str = "replica-1") -> ReplicaScheduler:
     kv = KvCache(rig.shapes, (FULL,), [65], model="m", options=CacheOptions())
-    scheduler = ReplicaScheduler(rig.shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+    scheduler = ReplicaScheduler(rig.shapes, kv, rig.engine, Turns(1), clock=lambda: rig.now)
     rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, ask))
     return scheduler
 
@@ -239,7 +239,7 @@ def test_a_finished_grammar_overrules_min_tokens_for_end_tokens_only(models_own:
 @pytest.mark.parametrize("max_lease", [1, 4])
 def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease: int) -> None:
     """The output equals that of single steps, the KV is correct, and fewer steps run."""
-    rig = make_rig(cache_generated=cache_generated, max_lease=max_lease)
+    rig = make_rig(cache_generated=cache_generated, lease_steps=max_lease)
     rig.device.jump = jump
     prompts = [(5, 6, 7), (9,) * 9, (5, 6, 7, 8, 1, 2)]
     sinks = [

@@ -10,7 +10,7 @@ from protos.steps import SlotOutput, StepResult
 from scheduler_svc.dispatch.grammar_queue import MAX_COMPILING_PER_TENANT
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
@@ -44,7 +44,7 @@ class Compiler:
         """Attaches the replica."""
         shapes = shapes or rig.shapes
         kv = KvCache(shapes, (FULL,), [num_blocks], model="m", options=CacheOptions())
-        self.scheduler = ReplicaScheduler(shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+        self.scheduler = ReplicaScheduler(shapes, kv, rig.engine, Turns(1), clock=lambda: rig.now)
         self.asked: list[Grammar] = []
         self.withdrawn: list[Grammar] = []
         rig.engine.attach(

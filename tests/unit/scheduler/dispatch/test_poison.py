@@ -47,7 +47,7 @@ def check_innocents(innocents: dict[str, tuple[ListSink, list[int]]]) -> None:
 )
 def test_a_request_that_kills_workers_fails_alone(kind: Kind, end: int, lease: int) -> None:
     """It fails after two lost workers, and the requests beside it get all of their tokens."""
-    rig = make_rig(max_lease=lease)
+    rig = make_rig(lease_steps=lease)
     rig.kills = reaches(kind, "poison", end)
     innocents = submit_innocents(rig)
     for _ in range(4):
@@ -228,7 +228,7 @@ def test_a_suspect_may_be_aborted() -> None:
 
 def test_a_suspect_is_not_computed_in_a_plan_that_ends_a_lease() -> None:
     """The lease is answered first; otherwise its requests were in unanswered steps too."""
-    rig = make_rig(max_lease=8)
+    rig = make_rig(lease_steps=8)
     rig.submit(make_submission(request_id="innocent"))
     while not rig.scheduler._decoding:
         rig.step()

@@ -17,7 +17,7 @@ BLOCK = 8
 
 
 def leasing() -> Rig:
-    return make_rig(make_shapes(max_model_len=64, block_size=BLOCK, max_num_seqs=4), max_lease=32)
+    return make_rig(make_shapes(max_model_len=64, block_size=BLOCK, max_num_seqs=4), lease_steps=32)
 
 
 def prompt_of(row: int, length: int) -> list[int]:
@@ -41,7 +41,7 @@ def test_a_lease_ends_where_the_request_does() -> None:
 def test_a_lease_ends_where_no_block_is_free_for_a_request() -> None:
     """Blocks are reserved ahead only while there are free ones: no request is preempted for it."""
     rig = make_rig(
-        make_shapes(max_model_len=64, block_size=BLOCK, max_num_seqs=4), num_blocks=1 + 5, max_lease=32
+        make_shapes(max_model_len=64, block_size=BLOCK, max_num_seqs=4), num_blocks=1 + 5, lease_steps=32
     )
     sinks = [
         rig.submit(make_submission([5 + index], request_id=str(index), max_tokens=18)) for index in (0, 1)
@@ -61,7 +61,7 @@ def test_rows_that_need_blocks_at_different_steps_share_long_leases(num_rows: in
         make_shapes(
             max_model_len=2048, block_size=block, chunk=block, max_num_seqs=num_rows, buckets=(num_rows,)
         ),
-        num_blocks=1 + num_rows * 16, max_lease=longest,
+        num_blocks=1 + num_rows * 16, lease_steps=longest,
     )  # fmt: skip
     for row in range(num_rows):
         rig.submit(
@@ -87,7 +87,7 @@ def test_a_block_that_fills_during_a_lease_can_be_found() -> None:
     """A lease that ran past the block's last token ends; another request then hits the block."""
     rig = make_rig(
         make_shapes(max_model_len=64, block_size=BLOCK, chunk=BLOCK, max_num_seqs=4),
-        cache_generated=True, max_lease=12,
+        cache_generated=True, lease_steps=12,
     )  # fmt: skip
     rig.submit(make_submission([5], request_id="runs", max_tokens=40))
     for _ in range(4):
@@ -98,7 +98,7 @@ def test_a_block_that_fills_during_a_lease_can_be_found() -> None:
 
 def test_the_setting_limits_a_lease() -> None:
     """No plan leases more steps than the setting allows."""
-    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), max_lease=3)
+    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), lease_steps=3)
     rig.submit(make_submission([5], max_tokens=8))
     assert leases(rig.run()) == [3, 3, 1]
 
@@ -136,7 +136,7 @@ def test_the_plan_that_ends_a_lease_carries_the_chunk() -> None:
 
 def test_decode_steps_between_chunks_are_counted_across_a_lease() -> None:
     """With two decode steps for each chunk, a lease that has run one step is ended without a chunk."""
-    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), max_lease=32, decode_steps_per_chunk=2)
+    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), lease_steps=32, decode_steps_per_chunk=2)
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
     lease = rig.scheduler.step()
@@ -165,7 +165,7 @@ def test_a_lease_is_not_interrupted_without_a_reason() -> None:
 
 def test_more_results_than_leased_steps_are_an_error() -> None:
     """The replica refuses the extra result."""
-    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), max_lease=2)
+    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), lease_steps=2)
     rig.submit(make_submission([5], max_tokens=20))
     rig.step()
     plan = rig.scheduler.step()

@@ -17,7 +17,7 @@ CHUNK = 4
 
 def ahead(**fields: object) -> Rig:
     shapes = make_shapes(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
-    return make_rig(shapes, max_lease=8, plans_ahead=True, **fields)  # type: ignore[arg-type]
+    return make_rig(shapes, lease_steps=8, **fields)  # type: ignore[arg-type]
 
 
 def decoding(rig: Rig, *max_tokens: int) -> None:
@@ -154,7 +154,7 @@ def test_the_chunks_of_a_prompt_follow_each_other_when_nothing_decodes() -> None
 
 def test_a_worker_that_cannot_take_plans_ahead_gets_none() -> None:
     """The default of a rig is a worker that does not announce it."""
-    rig = make_rig(max_lease=8)
+    rig = make_rig(lease_steps=8)
     decoding(rig, 20)
     planned(rig.scheduler.step())
     assert rig.scheduler.plan_ahead() is None

@@ -19,7 +19,7 @@ def renewing(num_blocks: int = 65, *, lag: int = 0, cache_generated: bool = Fals
     return make_rig(
         shapes,
         num_blocks=num_blocks,
-        max_lease=8,
+        lease_steps=8,
         plans_ahead=True,
         lag=lag,
         cache_generated=cache_generated,

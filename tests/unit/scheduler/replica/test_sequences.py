@@ -54,7 +54,7 @@ def assert_clean(rig: Rig) -> None:
 def test_without_copies_each_sequence_prefills_alone(groups: tuple[KvGroup, ...], max_lease: int) -> None:
     """A worker that cannot copy blocks gets no plan with copies, and every sequence gets its tokens."""
     rig = make_rig(
-        make_shapes(chunk=4, block_size=8), groups=groups, copies_blocks=False, max_lease=max_lease,
+        make_shapes(chunk=4, block_size=8), groups=groups, copies_blocks=False, lease_steps=max_lease,
         plans_ahead=max_lease > 1,
     )  # fmt: skip
     sinks = [rig.submit(make_submission(PROMPT, request_id=name, n=3)) for name in "ab"]
@@ -187,7 +187,7 @@ def test_a_sequence_joins_while_a_lease_is_in_flight() -> None:
     forked = 0
     for moment in range(20):
         shapes = make_shapes(max_num_seqs=2, buckets=(1, 2))
-        rig = make_rig(shapes, prefix_caching=False, max_lease=9)
+        rig = make_rig(shapes, prefix_caching=False, lease_steps=9)
         sink = rig.submit(make_submission(PROMPT, n=3, max_tokens=24))
         steps = iter(range(1000))
 

@@ -67,7 +67,7 @@ def test_prefill_first_stalls_running_requests_for_the_whole_prompt() -> None:
 def test_leased_steps_count_between_chunks() -> None:
     """A request that arrives after twenty leased steps gets its chunk next."""
     shapes = make_shapes(max_model_len=256, block_size=64, chunk=64)
-    rig = make_rig(shapes, max_lease=32, decode_steps_per_chunk=4)
+    rig = make_rig(shapes, lease_steps=32, decode_steps_per_chunk=4)
     rig.submit(make_submission([5], request_id="a", max_tokens=100))
     rig.step()
     steps = 0

@@ -13,7 +13,7 @@ BROKEN = Internal("broken")
 
 def ahead(decode_steps_per_chunk: int = 1) -> Rig:
     shapes = make_shapes(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
-    return make_rig(shapes, max_lease=LEASE, plans_ahead=True, decode_steps_per_chunk=decode_steps_per_chunk)
+    return make_rig(shapes, lease_steps=LEASE, decode_steps_per_chunk=decode_steps_per_chunk)
 
 
 def planned(plan: StepPlan | None) -> StepPlan:
@@ -114,7 +114,7 @@ def test_a_decode_step_that_failed_counts_nowhere(monkeypatch: pytest.MonkeyPatc
 
 def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight() -> None:
     """A plan that continues a void one is void, too, and would be followed by another one for ever."""
-    rig = make_rig(make_shapes(max_model_len=64, chunk=CHUNK, block_size=8), plans_ahead=True)
+    rig = make_rig(make_shapes(max_model_len=64, chunk=CHUNK, block_size=8))
     scheduler = rig.scheduler
     rig.submit(make_submission([5], request_id="r", max_tokens=40))
     rig.engine.dispatch()
