@@ -81,7 +81,7 @@ class LocalReplica:
         Returns False if there is nothing to do. `ran` receives the plan and the seconds on the device.
         """
         self.engine.dispatch()
-        if (plan := self.scheduler.step()) is None:
+        if (plan := self.scheduler.next_plan()) is None:
             return False
         message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
         started = time.perf_counter()
