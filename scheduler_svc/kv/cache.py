@@ -128,12 +128,22 @@ class KvCache:
             low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
         return low
 
-    def could_admit(self, sequence: SequenceKv, leaving: Sequence[SequenceKv]) -> bool:
-        """Whether the sequence might fit if others left. An estimate: True does not guarantee enough room."""
+    def could_admit(
+        self, sequence: SequenceKv, leaving: Sequence[SequenceKv], beside: Sequence[SequenceKv] = ()
+    ) -> bool:
+        """Whether the sequence might fit if others left. An estimate: True does not guarantee enough room.
+
+        Args:
+            sequence: the sequence.
+            leaving: sequences whose blocks become free.
+            beside: those that stay, and still grow to all their known tokens.
+        """
         shared = self.prefixes.peek(sequence) // self._layout.block_size
         return all(
             group.most_blocks(len(sequence.token_ids) + 1) - shared
-            <= group.pool.num_free + sum(one.tables[group_id].num_live for one in leaving)
+            <= group.pool.num_free
+            + sum(one.tables[group_id].num_live for one in leaving)
+            - sum(self._to_come(group_id, one) for one in beside)
             for group_id, group in enumerate(self.groups)
         )
 

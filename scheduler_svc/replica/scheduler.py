@@ -204,7 +204,8 @@ class ReplicaScheduler:
             return False
         lesser = [one for one in self._slots.requests if outranks(request, one)]
         victim = preemption_victim(self._slots.in_the_way(request, lesser))
-        if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser]):
+        beside = [one.kv for one in self._slots.prefilling if not outranks(request, one)]
+        if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser], beside):
             return False
         self._slots.preempt(victim, "priority")
         return True

@@ -145,7 +145,7 @@ class OurScheduler:
         """Runs one step as a replica's driver does."""
         started = time.perf_counter()
         self._engine.dispatch()
-        plan = self._scheduler.step()
+        plan = self._scheduler.next_plan()
         scheduled = time.perf_counter()
         assert plan is not None
         tokens: tuple[int, ...] = ()

@@ -201,7 +201,7 @@ class Fleet:
         scheduler = self.schedulers[index]
         started = time.thread_time()
         self.engine.dispatch()
-        plan = scheduler.step()
+        plan = scheduler.next_plan()
         spent = time.thread_time() - started
         if plan is None:
             self._idle.add(index)

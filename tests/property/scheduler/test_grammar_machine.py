@@ -98,7 +98,7 @@ class GrammarMachine(RuleBasedStateMachine):
             if evicted and moment.request_id.partition("#")[0] in self.constrained
             else None
         )
-        plan = scheduler.interrupt() if scheduler.has_pending else scheduler.step()
+        plan = scheduler.interrupt() if scheduler.has_pending else scheduler.next_plan()
         while plan is not None:
             worker.take(plan)
             plan = scheduler.plan_ahead()

@@ -40,7 +40,7 @@ class Pool:
         """Attaches the replica, runs it until nothing waits, and returns shape and requests of each step."""
         self.engine.attach("r0", AttachedReplica(self.scheduler, lambda: None))
         found = []
-        while (plan := self.scheduler.step()) is not None:
+        while (plan := self.scheduler.next_plan()) is not None:
             assert isinstance(plan.work, PoolWork)
             found.append((plan.work.shape, [int(one.request_id) for one in plan.admit]))
             outputs = tuple(SlotOutput(one.slot, pooled=(0.5, 0.5)) for one in plan.admit)

@@ -41,7 +41,7 @@ def test_a_pooling_request_has_a_span_and_names_its_replica() -> None:
     pools.engine.submit_all([submission(name, tracer) for name in "ab"], sink)
     pools.now = 2.0
     scheduler = pools.attach("r0")
-    plan = scheduler.step()
+    plan = scheduler.next_plan()
     assert plan is not None
     assert [each.traceparent for each in plan.admit] == [PARENT]
     pools.now = 3.0

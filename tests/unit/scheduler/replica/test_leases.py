@@ -69,7 +69,7 @@ def test_rows_that_need_blocks_at_different_steps_share_long_leases(num_rows: in
         )
     while rig.scheduler.prefill_backlog or rig.scheduler.num_running < num_rows:
         rig.step()
-    plans = [rig.scheduler.step()]
+    plans = [rig.scheduler.next_plan()]
     decoded = 0
     while decoded < steps:
         plan = plans[-1]
@@ -79,7 +79,7 @@ def test_rows_that_need_blocks_at_different_steps_share_long_leases(num_rows: in
             last = index + 1 == plan.work.lease
             rig.scheduler.update(StepResult(plan.step, (7,) * num_rows, last=last))
         decoded += plan.work.lease
-        plans.append(rig.scheduler.step())
+        plans.append(rig.scheduler.next_plan())
     assert decoded / (len(plans) - 1) > 31
 
 
@@ -118,7 +118,7 @@ def test_the_plan_that_ends_a_lease_carries_the_chunk() -> None:
     rig = leasing()
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
-    lease = rig.scheduler.step()
+    lease = rig.scheduler.next_plan()
     assert lease is not None
     rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=4))
     ended_by = rig.scheduler.interrupt()
@@ -139,7 +139,7 @@ def test_decode_steps_between_chunks_are_counted_across_a_lease() -> None:
     rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), lease_steps=32, decode_steps_per_chunk=2)
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
-    lease = rig.scheduler.step()
+    lease = rig.scheduler.next_plan()
     assert lease is not None
     rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=4))
     ended_by = rig.scheduler.interrupt()
@@ -157,7 +157,7 @@ def test_a_lease_is_not_interrupted_without_a_reason() -> None:
     rig.submit(make_submission([5], max_tokens=20))
     rig.step()
     assert rig.scheduler.interrupt() is None
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert rig.scheduler.interrupt() is None
     assert rig.scheduler.has_pending
@@ -168,7 +168,7 @@ def test_more_results_than_leased_steps_are_an_error() -> None:
     rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), lease_steps=2)
     rig.submit(make_submission([5], max_tokens=20))
     rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     for _ in range(2):
         rig.scheduler.update(StepResult(plan.step, (7,), last=False))
@@ -181,7 +181,7 @@ def test_a_lost_worker_loses_no_token_of_a_lease() -> None:
     rig = leasing()
     sink = rig.submit(make_submission([5], max_tokens=20))
     rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step, rig.device.run(plan).token_ids, last=False))
     rig.replace_replica()

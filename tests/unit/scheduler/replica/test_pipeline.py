@@ -46,7 +46,7 @@ class PipelinedWorker:
         """Sends all plans that the scheduler has now."""
         rig = self._rig
         rig.engine.dispatch()
-        if not rig.scheduler.has_pending and (plan := rig.scheduler.step()) is not None:
+        if not rig.scheduler.has_pending and (plan := rig.scheduler.next_plan()) is not None:
             self.take(plan)
         while (plan := rig.scheduler.plan_ahead(may_preempt=True)) is not None:
             self.take(plan)

@@ -26,7 +26,7 @@ def decoding(rig: Rig, *max_tokens: int) -> None:
         rig.submit(make_submission([5 + index], request_id=f"r{index}", max_tokens=count))
     rig.engine.dispatch()
     while rig.scheduler.prefill_backlog:
-        answer(rig, planned(rig.scheduler.step()))
+        answer(rig, planned(rig.scheduler.next_plan()))
 
 
 def planned(plan: StepPlan | None) -> StepPlan:
@@ -48,7 +48,7 @@ def test_a_chunk_is_planned_while_a_decode_step_runs() -> None:
     rig.submit(make_submission(range(3, 3 + 3 * CHUNK), request_id="long", max_tokens=2))
     rig.engine.dispatch()
     scheduler = rig.scheduler
-    running = planned(scheduler.step())
+    running = planned(scheduler.next_plan())
     for _ in range(4):
         behind = planned(scheduler.plan_ahead())
         assert {type(running.work), type(behind.work)} == {Prefill, Decode}
@@ -64,7 +64,7 @@ def test_a_batch_goes_on_behind_a_chunk_although_one_of_it_has_ended() -> None:
     rig.submit(make_submission(range(3, 3 + 6 * CHUNK), request_id="long", max_tokens=2))
     rig.engine.dispatch()
     scheduler = rig.scheduler
-    plans = [planned(scheduler.step())]
+    plans = [planned(scheduler.next_plan())]
     for _ in range(10):
         plans.append(planned(scheduler.plan_ahead()))
         answer(rig, plans[-2])
@@ -80,7 +80,7 @@ def test_a_batch_goes_on_with_a_request_that_has_joined_it() -> None:
     rig.submit(make_submission(range(3, 3 + CHUNK), request_id="new", max_tokens=9))
     rig.engine.dispatch()
     scheduler = rig.scheduler
-    plans = [planned(scheduler.step())]
+    plans = [planned(scheduler.next_plan())]
     while len(plans) < 4:
         plans.append(planned(scheduler.plan_ahead()))
         answer(rig, plans[-2])
@@ -94,7 +94,7 @@ def test_a_request_that_ends_by_its_length_is_left_out() -> None:
     rig = ahead()
     decoding(rig, 4, 20)
     scheduler = rig.scheduler
-    first = planned(scheduler.step())
+    first = planned(scheduler.next_plan())
     assert isinstance(first.work, Decode)
     assert len(first.work.slots) == 2
     assert first.work.lease < 4
@@ -143,7 +143,7 @@ def test_the_chunks_of_a_prompt_follow_each_other_when_nothing_decodes() -> None
     rig = ahead()
     rig.submit(make_submission(range(3, 3 + 3 * CHUNK), request_id="long", max_tokens=2))
     rig.engine.dispatch()
-    first = planned(rig.scheduler.step())
+    first = planned(rig.scheduler.next_plan())
     second = planned(rig.scheduler.plan_ahead())
     answer(rig, first)
     third = planned(rig.scheduler.plan_ahead())
@@ -156,5 +156,5 @@ def test_a_worker_that_cannot_take_plans_ahead_gets_none() -> None:
     """The default of a rig is a worker that does not announce it."""
     rig = make_rig(lease_steps=8)
     decoding(rig, 20)
-    planned(rig.scheduler.step())
+    planned(rig.scheduler.next_plan())
     assert rig.scheduler.plan_ahead() is None

@@ -36,10 +36,10 @@ def lease_in_flight(rig: Rig) -> StepPlan:
     """Returns the first lease of a request."""
     rig.submit(make_submission([5], max_tokens=40))
     rig.engine.dispatch()
-    chunk = rig.scheduler.step()
+    chunk = rig.scheduler.next_plan()
     assert chunk is not None
     rig.scheduler.update(StepResult(chunk.step, (7,)))
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert isinstance(plan.work, Decode)
     assert plan.work.lease == 8
@@ -101,7 +101,7 @@ def test_a_new_request_ends_lease_and_renewal() -> None:
     first = rig.submit(make_submission([5], request_id="a", max_tokens=40))
     rig.step()
     rig.submit_meanwhile(6, make_submission([6, 7], request_id="b", max_tokens=4))
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert rig.answer(plan) == 6
     assert [rig.renewals[0].step, rig.interrupts[0].step] == [plan.step + 1, plan.step + 2]

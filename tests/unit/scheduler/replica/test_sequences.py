@@ -210,10 +210,10 @@ def test_one_failing_sequence_fails_the_request() -> None:
     other = rig.submit(make_submission((60, 61, 62), request_id="other"))
     while rig.scheduler.stats.forks < 2 or not sink.tokens_of(1):
         rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     while plan is not None and isinstance(plan.work, Prefill):
         rig.scheduler.update(rig.device.run(plan))
-        plan = rig.scheduler.step()
+        plan = rig.scheduler.next_plan()
     assert plan is not None
     slot = next(one.slot for one in rig.engine._live.sequences_of("r") if one.sequence == 1)
     assert slot is not None
@@ -330,7 +330,7 @@ def test_prompt_log_probabilities_are_computed_by_one_sequence() -> None:
     asked = []
     while True:
         rig.engine.dispatch()
-        if (plan := rig.scheduler.step()) is None:
+        if (plan := rig.scheduler.next_plan()) is None:
             break
         asked += [(one.sequence, one.sampling.HasField("prompt_logprobs")) for one in plan.admit]
         result = rig.device.run(plan)
@@ -357,7 +357,7 @@ def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> Non
     chunks, preempts = 0, preempted_at is not None
     while True:
         rig.engine.dispatch()
-        if (plan := rig.scheduler.step()) is None:
+        if (plan := rig.scheduler.next_plan()) is None:
             break
         result = rig.device.run(plan)
         if isinstance(work := plan.work, Prefill):

@@ -26,7 +26,7 @@ def decoding(rig: Rig, *names: str) -> StepPlan:
     for name in names:
         rig.submit(make_submission([5], request_id=name, max_tokens=40))
     rig.engine.dispatch()
-    while not isinstance((plan := planned(rig.scheduler.step())).work, Decode) or plan.work.lease < LEASE:
+    while not isinstance((plan := planned(rig.scheduler.next_plan())).work, Decode) or plan.work.lease < LEASE:
         rig.scheduler.update(rig.device.run(plan))
     assert len(plan.work.slots) == len(names)
     return plan
@@ -42,7 +42,7 @@ def test_chunks_count_when_they_have_run() -> None:
     rig.submit(make_submission(range(3, 3 + 3 * CHUNK), max_tokens=2))
     rig.engine.dispatch()
     scheduler = rig.scheduler
-    first, second = planned(scheduler.step()), planned(scheduler.plan_ahead())
+    first, second = planned(scheduler.next_plan()), planned(scheduler.plan_ahead())
     assert second.continues
     scheduler.update(StepResult(first.step, error=BROKEN))
     scheduler.update(StepResult(second.step, void=True))
@@ -71,7 +71,7 @@ def test_a_void_renewal_brings_no_chunk_forward() -> None:
     scheduler.update(StepResult(renewal.step, void=True))
     plans = []
     for _ in range(2):
-        plans.append(planned(scheduler.step()))
+        plans.append(planned(scheduler.next_plan()))
         scheduler.update(StepResult(plans[-1].step, (7,) if isinstance(plans[-1].work, Decode) else ()))
     assert [type(plan.work) for plan in plans] == [Decode, Prefill]
     assert decode_steps(rig) - before == LEASE // 2 + 2
@@ -91,7 +91,7 @@ def test_a_step_that_ends_a_lease_counts_towards_the_next_chunk() -> None:
     scheduler.update(StepResult(ended_by.step))
     plans = []
     for _ in range(2):
-        plans.append(planned(scheduler.step()))
+        plans.append(planned(scheduler.next_plan()))
         scheduler.update(StepResult(plans[-1].step, (7,)))
     assert [type(plan.work) for plan in plans] == [Decode, Prefill]
 
@@ -105,7 +105,7 @@ def test_a_decode_step_that_failed_counts_nowhere(monkeypatch: pytest.MonkeyPatc
     scheduler.update(StepResult(lease.step, error=BROKEN))
     assert (decode_steps(rig), charged) == (0, [])
     rig.engine.dispatch()
-    while not isinstance((plan := planned(scheduler.step())).work, Decode):
+    while not isinstance((plan := planned(scheduler.next_plan())).work, Decode):
         scheduler.update(StepResult(plan.step, (7,)))
     charged.clear()
     scheduler.update(StepResult(plan.step, error=BROKEN))
@@ -118,7 +118,7 @@ def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight()
     scheduler = rig.scheduler
     rig.submit(make_submission([5], request_id="r", max_tokens=40))
     rig.engine.dispatch()
-    while not isinstance((first := planned(scheduler.step())).work, Decode):
+    while not isinstance((first := planned(scheduler.next_plan())).work, Decode):
         scheduler.update(rig.device.run(first))
     second = planned(scheduler.plan_ahead())
     (slot,) = slots_of(first.work)
@@ -130,7 +130,7 @@ def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight()
     scheduler.update(StepResult(second.step, void=True))
     assert scheduler.plan_ahead() is None
     scheduler.update(StepResult(third.step, void=True))
-    afresh = planned(scheduler.step())
+    afresh = planned(scheduler.next_plan())
     assert isinstance(afresh.work, Decode)
     assert (afresh.continues, list(afresh.work.positions)) == (False, [second.work.positions[0]])
     assert planned(scheduler.plan_ahead()).continues
@@ -143,7 +143,7 @@ def test_planning_afresh_waits_for_what_is_in_flight() -> None:
         rig = ahead()
         sink = rig.submit(make_submission(prompt, request_id="r", max_tokens=40))
         rig.engine.dispatch()
-        first = planned(rig.scheduler.step())
+        first = planned(rig.scheduler.next_plan())
         if afresh:
             rig.scheduler.plan_afresh()
         assert (rig.scheduler.plan_ahead() is None) == afresh

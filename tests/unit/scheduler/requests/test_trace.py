@@ -31,7 +31,7 @@ def parts(span: FakeSpan) -> list[tuple[str, float, float]]:
 
 def timed_run(rig: Rig) -> None:
     """Runs to the end; each step takes a second."""
-    while rig.step() is not None:
+    while rig.step():
         rig.now += 1.0
 
 
