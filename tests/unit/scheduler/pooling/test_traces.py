@@ -65,7 +65,7 @@ def test_a_request_of_a_lost_replica_waits_again() -> None:
     pools.engine.submit(submission("a", tracer), ListSink())
     for name, second in ("r0", 2.0), ("r1", 5.0):
         pools.now = second
-        assert pools.attach(name).step() is not None
+        assert pools.attach(name).next_plan() is not None
         pools.now = second + 1
         pools.engine.detach(name, Loss.LEFT)
     pools.engine.abort("a")
