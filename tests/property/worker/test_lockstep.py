@@ -1,11 +1,10 @@
 """Ranks in threads: whatever plans come and whenever work ends, all ranks launch the same steps in order."""
 
 import itertools
-import queue
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,42 +15,13 @@ from hypothesis import given
 
 from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult, Work, slots_of
 from tests.support.property_settings import scaled
-from tests.support.ranks.fake_ranks import REFUSED_SLOT, FakeGroup, FakeSteps, Ranks
+from tests.support.ranks.fake_ranks import REFUSED_SLOT, FakeGroup, FakeSteps, Ranks, Waiting, follow
 from worker_svc.api.plan_runner import PlanRunner
 from worker_svc.execution.lockstep import Follower, Leader
 
 pytestmark = pytest.mark.property
 
 SLOTS = range(4)
-
-
-class Waiting:
-    """The thread that waits for a device; see `ModelThread`."""
-
-    def __init__(self) -> None:
-        self._deferred: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def progressed(self) -> None:
-        """Has nothing to report to."""
-
-    def defer(self, function: Callable[[], object]) -> None:
-        self._deferred.put(function)
-
-    def settle(self) -> None:
-        self._deferred.join()
-
-    def close(self) -> None:
-        self._deferred.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (function := self._deferred.get()) is not None:
-            try:
-                function()
-            finally:
-                self._deferred.task_done()
 
 
 @dataclass
@@ -163,17 +133,6 @@ def replica(tensor: int, pipeline: int, *, runs_ahead: bool, forcing: int = 3) -
         thread.join(20)
         assert not thread.is_alive()
     running.thread.close()
-
-
-def follow(follower: Follower) -> None:
-    """Runs announcements until there are no more."""
-    waiting = Waiting()
-    try:
-        while (announcement := follower.wait()) is not None:
-            if (rest := follower.run(announcement)) is not None:
-                waiting.defer(rest)
-    except RuntimeError:
-        waiting.close()
 
 
 @st.composite

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn, cast
 
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult, Work, slots_of, without_slots
-from worker_svc.execution.lockstep import PlanRefused
+from worker_svc.execution.lockstep import Follower, PlanRefused
 from worker_svc.pending_step import PendingStep, as_outputs
 from worker_svc.ranks.group import Channel
 from worker_svc.ranks.layout import RankLayout
@@ -258,3 +258,43 @@ class FakeSteps:
         for slot, tokens in given.items():
             self._computed[slot] = self._known[slot]
             self._known[slot] += len(tokens)
+
+
+class Waiting:
+    """The thread that waits for a device; see `ModelThread`."""
+
+    def __init__(self) -> None:
+        self._deferred: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def progressed(self) -> None:
+        """Has nothing to report to."""
+
+    def defer(self, function: Callable[[], object]) -> None:
+        self._deferred.put(function)
+
+    def settle(self) -> None:
+        self._deferred.join()
+
+    def close(self) -> None:
+        self._deferred.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._deferred.get()) is not None:
+            try:
+                function()
+            finally:
+                self._deferred.task_done()
+
+
+def follow(follower: Follower) -> None:
+    """Runs announcements until there are no more."""
+    waiting = Waiting()
+    try:
+        while (announcement := follower.wait()) is not None:
+            if (rest := follower.run(announcement)) is not None:
+                waiting.defer(rest)
+    except RuntimeError:
+        waiting.close()
