@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -57,10 +57,8 @@ class _Run:
     plan: StepPlan
     tenancies: dict[int, _Tenancy]
     """Of the slots that the plan admits, grows or runs."""
-    token_ids: list[int] = field(default_factory=list)
-    """Of its steps that were not handed over yet, of which there are `num_steps`."""
-    num_steps: int = 0
-    execute_us: int = 0
+    held: StepResult | None = None
+    """The result of its last steps, until that has as many as the plan asks for."""
     ended: bool = False
     """Whether the last result was handed over."""
 
@@ -198,39 +196,32 @@ class PlanRunner:
         dead = run.dead()
         live = slots_of(without_slots(launched.work, dead))
         if tokens and len(live) == len(slots_of(run.plan.work)) and not launched.refused:
-            self._collect(run, tokens, execute_us, goes_on=goes_on)
+            self._give(run, StepResult(run.plan.step, tokens, last=not goes_on, execute_us=execute_us))
             return
         outputs = [one for one in outputs or as_outputs(launched.work, tokens) if one.slot not in dead]
         for output in outputs:
             if output.error is not None:
                 run.tenancies[output.slot].is_dead = True
         one_each = all(len(one.token_ids) == 1 for one in outputs) and len(outputs) == len(live) > 0
-        self._finish(run, StepResult(
+        self._give(run, StepResult(
             run.plan.step, outputs=[*launched.refused, *outputs], last=not (goes_on and one_each),
             num_steps=int(len(live) > 0), execute_us=execute_us,
         ))  # fmt: skip
 
-    def _collect(self, run: _Run, tokens: Sequence[int], execute_us: int, *, goes_on: bool) -> None:
-        """Adds a step with a token for each slot to the next result, and hands that over once it is full."""
-        assert run.plan.work is not None
-        run.token_ids += tokens
-        run.num_steps += 1
-        run.execute_us += execute_us
+    def _give(self, run: _Run, result: StepResult) -> None:
+        """Hands over a step's result, or holds it until it has the tokens of further steps."""
+        held, run.held = run.held, None
+        if held is not None and result.token_ids:
+            result = replace(
+                result, token_ids=[*held.token_ids, *result.token_ids], num_steps=held.num_steps + 1,
+                execute_us=held.execute_us + result.execute_us,
+            )  # fmt: skip
+        elif held is not None:
+            self._hand_over(run.plan, held)
         most = run.plan.work.steps_per_result if isinstance(run.plan.work, Decode) else 1
-        if not goes_on or run.num_steps == most:
-            self._hand_over_collected(run, last=not goes_on)
-
-    def _hand_over_collected(self, run: _Run, *, last: bool) -> None:
-        if run.num_steps:
-            result = StepResult(
-                run.plan.step, run.token_ids, last=last, num_steps=run.num_steps, execute_us=run.execute_us
-            )
-            run.token_ids, run.num_steps, run.execute_us, run.ended = [], 0, 0, last
-            self._hand_over(run.plan, result)
-
-    def _finish(self, run: _Run, result: StepResult) -> None:
-        """Hands over a result of a single step, behind those of the steps before it."""
-        self._hand_over_collected(run, last=False)
+        if result.token_ids and not result.last and result.num_steps < most:
+            run.held = result
+            return
         run.ended = result.last
         self._hand_over(run.plan, result)
 
@@ -241,16 +232,14 @@ class PlanRunner:
             return
         if run.tenancies and len(run.dead()) == len(run.tenancies):
             refused = step.launched.refused if isinstance(step.launched, PendingStep) else ()
-            self._finish(run, StepResult(plan.step, outputs=refused, num_steps=0))
+            self._give(run, StepResult(plan.step, outputs=refused, num_steps=0))
             return
         for tenancy in run.tenancies.values():
             tenancy.is_dead = True
         get_logger().error("step_failed", step=plan.step, exc_info=error)
         failure = as_triptych_error(error, "the step failed")
-        num_steps = int(plan.work is not None)
-        self._finish(run, StepResult(
-            plan.step, error=failure, num_steps=num_steps, execute_us=elapsed_us(step.since)
-        ))  # fmt: skip
+        num_steps, execute_us = int(plan.work is not None), elapsed_us(step.since)
+        self._give(run, StepResult(plan.step, error=failure, num_steps=num_steps, execute_us=execute_us))
 
 
 def _check_size(plan: StepPlan, outputs: Sequence[SlotOutput]) -> None:

@@ -18,6 +18,7 @@ earlier plans is refused alike on all ranks, since all have the same state and t
 exception ends the process.
 """
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -106,6 +107,24 @@ class _Results:
             return [self._arrived.popleft() for _ in range(len(self._arrived) if more else count)]
 
 
+class _Together:
+    """Ends the process if a block raises: other ranks may wait for this one."""
+
+    def __init__(self, group: RankGroup, give_up: GiveUp) -> None:
+        self._group = group
+        self._give_up = give_up
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # All ranks refuse a plan alike.
+        if isinstance(error, Exception) and not isinstance(error, PlanRefused):
+            lines = str(error).strip().splitlines()
+            reason = lines[0] if lines else type(error).__name__
+            self._give_up(f"rank {self._group.layout.rank} cannot go on with its group ({reason})")
+
+
 class Leader:
     """Rank 0: launches steps that the scheduler plans, after announcing them."""
 
@@ -113,7 +132,7 @@ class Leader:
         """Leads `group`; `give_up` is called if a step breaks it."""
         self._engine = engine
         self._group = group
-        self._give_up = give_up
+        self._together = _Together(group, give_up)
         self._results = _Results()
         # The slots of each step whose result was not applied yet, arrived or not.
         self._unapplied: deque[Sequence[int]] = deque()
@@ -124,14 +143,9 @@ class Leader:
         A decode step of a pipeline first waits for the results of its rows' steps under way, which another
         thread must be reading.
         """
-        try:
+        with self._together:
             self._announce(_PLAN, plan_to_proto(plan).SerializeToString(), self._num_needed(plan.work))
             launched = self._engine.launch(plan)
-        except PlanRefused:
-            raise
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
         if self._group.layout.is_last_stage or launched.work is None:
             return launched
         self._unapplied.append(slots_of(launched.work))
@@ -155,39 +169,27 @@ class Leader:
 
     def _wait_for_result(self) -> StepResult:
         """Returns the next result; the chooser sends them in the order of the steps."""
-        try:
+        with self._together:
             return self._results.add(self._group.results.receive())
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def reset(self) -> None:
         """Frees every slot, on all ranks."""
-        try:
+        with self._together:
             self._announce(_RESET)
             self._engine.reset()
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def unload(self, adapter_id: int) -> None:
         """Announces that an adapter leaves the host; the other ranks free it behind the plans before."""
-        try:
+        with self._together:
             self._announce(_UNLOAD, adapter_id.to_bytes(_ID_BYTES, "little"))
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def begin(self) -> None:
         """Announces a new configuration; the other ranks drop the one that they have.
 
         Waits for the results of all steps before.
         """
-        try:
+        with self._together:
             self._announce(_BEGIN, num_needed=len(self._unapplied))
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
 
 class Follower:
@@ -202,6 +204,7 @@ class Follower:
         self._engine = engine
         self._group = group
         self._give_up = give_up
+        self._together = _Together(group, give_up)
         self._release = release
         self._results = _Results()
         self.num_begun = 0
@@ -240,11 +243,8 @@ class Follower:
 
     def wait(self) -> bytes:
         """Waits for the next announcement. Call it on a thread of its own."""
-        try:
+        with self._together:
             return self._group.plans.receive()
-        except RuntimeError as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def run(self, announcement: bytes) -> Callable[[], None] | None:
         """Launches an announced step.
@@ -253,28 +253,27 @@ class Follower:
             What is left to do once the step's tokens are known, if anything: another thread may do it.
         """
         kind, count = announcement[:1], int.from_bytes(announcement[1 : 1 + _COUNT_BYTES], "little")
-        try:
+        message = announcement[1 + _COUNT_BYTES :]
+        with self._together:
             # The last stage has its tokens already.
             for result in self._results.take(0 if self._group.layout.is_last_stage else count):
                 self._engine.apply(result)
+            if kind == _PLAN:
+                return self._launch(plan_from_proto(worker_pb2.StepPlan.FromString(message)))
             if kind == _RESET:
                 self._engine.reset()
-                return None
-            if kind == _BEGIN:
+            elif kind == _BEGIN:
                 self._release()
                 self.num_begun += 1
-                return None
-            message = announcement[1 + _COUNT_BYTES :]
-            if kind == _UNLOAD:
+            else:
                 self._unload_adapter(int.from_bytes(message, "little"))
-                return None
-            plan = plan_from_proto(worker_pb2.StepPlan.FromString(message))
+        return None
+
+    def _launch(self, plan: StepPlan) -> Callable[[], None] | None:
+        try:
             launched = self._engine.launch(plan)
         except PlanRefused:
             return None  # on all ranks
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
         if not self._reports or launched.work is None:
             return None
         if launched.runs_ahead:
@@ -334,24 +333,13 @@ class Follower:
 
     def _report(self, plan: StepPlan, read: Callable[[], tuple[Sequence[int], Sequence[SlotOutput]]]) -> None:
         """Sends a step's result to the other stages."""
-        try:
+        with self._together:
             tokens, outputs = read()
             message = result_to_proto(plan, StepResult(plan.step, tokens, outputs))
             self._group.results.send(message.SerializeToString())
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def _receive_results(self) -> None:
-        while True:
-            try:
+        # Without this thread, the next step would wait for ever.
+        with contextlib.suppress(Exception), self._together:
+            while True:
                 self._results.add(self._group.results.receive())
-            except Exception as error:  # noqa: BLE001 - without this thread, the next step waits for ever
-                self._give_up(_broken(self._group, error))
-                return
-
-
-def _broken(group: RankGroup, error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    return f"rank {group.layout.rank} cannot go on with its group ({reason})"
