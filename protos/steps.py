@@ -185,8 +185,8 @@ class StepResult:
 
     step: int
     token_ids: Sequence[int] = ()
-    """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in its
-    order."""
+    """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in
+    its order."""
     outputs: Sequence[SlotOutput] = ()
     """Every other case, by slot; includes refused admissions. A slot of the work without one was skipped."""
     error: TriptychError | None = None
@@ -208,16 +208,12 @@ def slots_of(work: Work | None) -> Sequence[int]:
     return (work.slot,) if isinstance(work, Prefill) else work.slots
 
 
-def without_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
+def without_slots(work: Work | None, slots: Collection[int]) -> Work | None:
     """Returns the step's work without some slots; `None` if nothing is left. A bucket keeps its size."""
-    if isinstance(work, Prefill):
-        return None if work.slot in slots else work
-    if not isinstance(work, Decode) or not slots:
+    left = [slot for slot in slots_of(work) if slot not in slots]
+    if work is None or len(left) == len(slots_of(work)):
         return work
-    left = [slot for slot in work.slots if slot not in slots]
-    if len(left) == len(work.slots):
-        return work
-    return replace(work, slots=left) if left else None
+    return replace(work, slots=left) if left and not isinstance(work, Prefill) else None
 
 
 class GroupKind(enum.Enum):

@@ -203,7 +203,8 @@ class _Parity:
         while (plan := self._scheduler.step()) is not None:
             if isinstance(plan.work, Decode):
                 self._num_steps[plan.work.bucket] += 1
-            self._scheduler.update(StepResult(plan.step, outputs=self.worker.execute(plan)))
+            outputs, num_steps = self.worker.execute(plan), int(plan.work is not None)
+            self._scheduler.update(StepResult(plan.step, outputs=outputs, num_steps=num_steps))
             self._engine.dispatch()
         return answers
 

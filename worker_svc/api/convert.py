@@ -16,7 +16,7 @@ from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, 
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
-# Each leased step sends a result, and the scheduler may be slow to read them.
+# A scheduler that is lost leaves work behind, and may be slow to read its results.
 _MAX_LEASE = 1000
 
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
@@ -82,7 +82,6 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         sampling_fields=_sampling_fields(worker),
         max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
-        plans_ahead=not pooling,
         packs_texts=worker.packs_texts,
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],

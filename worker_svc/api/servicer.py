@@ -22,8 +22,8 @@ from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from worker_svc.api import convert
 from worker_svc.api.following import Following
-from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.plan_runner import as_triptych_error, elapsed_us
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker

@@ -111,12 +111,8 @@ class Engine(abc.ABC, Generic[S, R]):
         if runner.graphs.checked:
             known.write(runner.graphs.checked)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device.
-
-        Args:
-            plan: the plan; for a further step of a lease, its next position and nothing else.
-            leased: whether this is a further step of a lease, which was checked with its first step.
 
         Raises:
             PlanRefused: if the plan contradicts earlier plans.
@@ -124,7 +120,7 @@ class Engine(abc.ABC, Generic[S, R]):
         """
         if self._runner is None:
             raise Internal("the worker is not configured")
-        return self._runner.launch(plan, leased=leased)
+        return self._runner.launch(plan)
 
     def reset(self) -> None:
         """Frees every slot."""

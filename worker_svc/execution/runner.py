@@ -12,7 +12,6 @@ from protos.steps import (
     AdapterPlacement,
     Admission,
     Decode,
-    Pool,
     Prefill,
     SlotOutput,
     StepPlan,
@@ -84,8 +83,6 @@ class Runner:
         )  # fmt: skip
         self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
-        # Slots whose admission was refused, until the scheduler releases them.
-        self._refused: set[int] = set()
         self._prompt_logprobs = PromptLogprobs(self._batch, shapes, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._last_slots: list[int] = []
@@ -125,37 +122,27 @@ class Runner:
 
         Returns one output for each refused admission, then one for each slot that produced a token, in order.
         """
-        return self.launch(plan).wait(plan.work)
+        return self.launch(plan).wait()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        """Applies a plan and hands its step to the device.
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Applies a plan and hands the first step of its work to the device.
 
-        A request whose admission is refused fails alone. The rest of the plan, and plans that were sent
-        before the scheduler knew, run without its slot.
-
-        Args:
-            plan: the plan.
-            leased: whether this is a further step of a lease, which was checked with its first step.
+        A request whose admission is refused fails alone, and the rest of the plan runs without its slot. So
+        does a decode step without slots that have more than one token to compute.
 
         Raises:
             PlanRefused: if the plan contradicts earlier plans. The state of the slots that it names is then
                 undefined.
         """
-        if leased:
-            assert isinstance(plan.work, Decode)
-            return self._decode(plan.work)
         try:
             work, refused = self._apply_plan(plan)
         except Internal as error:
             raise PlanRefused(error.message) from error
         if work is None:
-            return PendingStep(refused, has_work=False)
+            return PendingStep(refused=refused)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
-        if not self._stage.layout.is_last_stage:
-            return launched
-        whole = work is plan.work and not refused
-        return launched if whole else PendingStep([*refused, *launched.wait(work)])
+        return replace(launched, work=work, refused=refused)
 
     def _apply_plan(self, plan: StepPlan) -> tuple[Prefill | Decode | None, list[SlotOutput]]:
         """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
@@ -165,25 +152,17 @@ class Runner:
             self._place(placement)
         refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
-            self._refused.discard(request.slot)
             try:
                 self._admit(request)
             except TriptychError as error:
                 refused[request.slot] = SlotOutput(request.slot, (), error=error)
-                # A request that has the slot already goes on with the next plan.
-                if self._batch.is_free(request.slot):
-                    self._refused.add(request.slot)
         self._batch.copy_admitted()
         for growth in plan.grow:
-            if growth.slot not in self._refused and growth.slot not in refused:
+            if growth.slot not in refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
-        if isinstance(plan.work, Pool):
-            raise Internal("the plan pools prompts, but this model generates tokens")
-        work = without_slots(plan.work, self._refused.union(refused))
-        if work is not None:
-            self._batch.check(work)
-        return work, list(refused.values())
+        work = without_slots(plan.work, refused)
+        return None if work is None else self._batch.ready(work), list(refused.values())
 
     @torch.inference_mode()
     def apply(self, result: StepResult) -> None:
@@ -222,7 +201,6 @@ class Runner:
             raise failure
 
     def _release(self, slot: int) -> None:
-        self._refused.discard(slot)
         self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
@@ -266,7 +244,7 @@ class Runner:
         if not work.sample:
             self._batch.advance_prefill(work, None)
             if prompt_logprobs:
-                return PendingStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
+                return PendingStep(outputs=[SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
             return self._read_later(positions[:0])
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits, *best = self._steps.logits_and_best(hidden.to(self._device.torch_device)[last])
@@ -276,7 +254,7 @@ class Runner:
         if selection.is_plain and not prompt_logprobs:
             return self._read_later(selection.tokens[:1])
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
-        return PendingStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
+        return PendingStep(outputs=[replace(output, prompt_logprobs=prompt_logprobs)])
 
     def _read_later(self, tokens: torch.Tensor) -> PendingStep:
         """Starts to copy tokens to the host; reading none of them waits for the step, too."""
@@ -301,7 +279,8 @@ class Runner:
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
             return self._read_later(selection.tokens[: len(work.slots)])
-        return PendingStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
+        outputs = self._selector.outputs(work.slots, selection, step.compute_logprobs)
+        return PendingStep(outputs=list(outputs))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""

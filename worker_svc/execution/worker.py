@@ -257,7 +257,7 @@ class Worker:
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
         return self._ready
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Hands one step to the device; see `Engine.launch`.
 
         Raises:
@@ -265,11 +265,11 @@ class Worker:
         """
         if self._engine is None or self._ready is None:
             raise Internal("the worker is not configured")
-        return (self._leader or self._engine).launch(plan, leased=leased)
+        return (self._leader or self._engine).launch(plan)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Launches one step and waits for its outputs."""
-        return self.launch(plan).wait(plan.work)
+        """Launches one step and waits for its outputs, as `PendingStep.wait` returns them."""
+        return self.launch(plan).wait()
 
     def reset(self) -> None:
         """Frees every slot."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, cast
@@ -37,16 +37,14 @@ def sizes(number: int = 0) -> worker_pb2.ConfigureRequest:
 class Stream:
     """An Execute stream of rank 0 that the client may end at any moment."""
 
-    def __init__(self, servers: RankServers, *, leases: bool) -> None:
-        """Opens nothing yet; `leases` says whether plans may lease steps."""
+    def __init__(self, servers: RankServers) -> None:
+        """Opens nothing yet."""
         self._stub = servers.stubs[0]
-        self._leases = leases
         self._call: Any = None
         self._step = 0
-        # The next position of each slot.
-        self._positions: Counter[int] = Counter()
-        # The slots of plans without a last result, and the positions of their next steps.
-        self._plans: dict[int, dict[int, int]] = {}
+        # The next token of each slot, and the slots of plans without a last result and of their releases.
+        self._tokens: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._plans: dict[int, tuple[list[int], list[int]]] = {}
 
     async def open(self) -> None:
         """Opens the stream once the one before has ended."""
@@ -64,42 +62,39 @@ class Stream:
             return
 
     async def decode(self, generator: random.Random) -> None:
-        """Sends a plan with some slots and a lease."""
+        """Sends a plan with some slots and steps."""
         slots = generator.sample(range(4), generator.randint(1, 4))
-        lease = generator.randint(1, 30) if self._leases else 1
-        while any(slot in places for places in self._plans.values() for slot in slots):
-            await self.read()
-        self._step += 1
-        positions = [self._positions[slot] for slot in slots]
-        self._plans[self._step] = dict(zip(slots, positions, strict=True))
-        work = worker_pb2.Decode(slots=slots, positions=positions, bucket=4, lease_steps=lease)
-        await self._write(worker_pb2.StepPlan(step=self._step, decode=work))
+        work = worker_pb2.Decode(
+            slots=slots, bucket=4, steps=generator.randint(1, 30), steps_per_result=generator.randint(1, 3)
+        )
+        await self._send(slots, decode=work)
 
     async def interrupt(self, release: int) -> None:
-        """Sends a plan that ends a lease and frees a slot."""
-        self._step += 1
-        self._plans[self._step] = {}
-        self._positions[release] += 1000
-        await self._write(worker_pb2.StepPlan(step=self._step, release=[release]))
+        """Sends a plan that ends earlier work and frees a slot."""
+        await self._send([], release=[release], interrupts=True)
 
     async def place(self, adapter_id: int) -> None:
         """Sends a plan without work that places an adapter."""
+        await self._send([], place=[worker_pb2.AdapterPlacement(adapter_slot=0, adapter_id=adapter_id)])
+
+    async def _send(self, slots: list[int], **fields: Any) -> None:
         self._step += 1
-        self._plans[self._step] = {}
-        placement = worker_pb2.AdapterPlacement(adapter_slot=0, adapter_id=adapter_id)
-        await self._write(worker_pb2.StepPlan(step=self._step, place=[placement]))
+        plan = worker_pb2.StepPlan(step=self._step, **fields)
+        self._plans[self._step] = slots, list(plan.release)
+        await self._write(plan)
 
     async def read(self) -> None:
         """Reads a result, which answers the oldest plan."""
         result = await self._call.read()
         assert isinstance(result, worker_pb2.StepResult)
         assert not result.HasField("error"), result.error
-        step, places = next(iter(self._plans.items()))
-        assert (result.step, list(result.token_ids)) == (step, list(places.values()))
-        for slot, position in places.items():
-            places[slot] += 1
-            if self._positions[slot] == position:  # not released since
-                self._positions[slot] += 1
+        step, (slots, released) = next(iter(self._plans.items()))
+        assert (result.step, len(result.token_ids)) == (step, result.num_steps * len(slots))
+        for slot, token in zip(slots * result.num_steps, result.token_ids, strict=True):
+            assert token == self._tokens[slot]
+            self._tokens[slot] += 1
+        for slot in released:
+            self._tokens.pop(slot, None)
         if result.last:
             del self._plans[step]
 
@@ -122,9 +117,9 @@ class Stream:
             return
 
 
-async def episode(servers: RankServers, generator: random.Random, *, leases: bool) -> None:
-    """Runs a stream that interrupts leases at random moments and ends at one."""
-    stream = Stream(servers, leases=leases)
+async def episode(servers: RankServers, generator: random.Random) -> None:
+    """Runs a stream that interrupts plans at random moments and ends at one."""
+    stream = Stream(servers)
     await stream.open()
     for _ in range(generator.randint(0, 8)):
         match generator.choice(("decode", "decode", "interrupt", "read", "finish")):
@@ -177,7 +172,7 @@ async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
         calls.append(servers.configure_rank(0, sizes(2)))
         gate.set()
         await asyncio.gather(*calls)
-        stream = Stream(servers, leases=False)
+        stream = Stream(servers)
         await stream.open()
         await stream.decode(random.Random(1))
         await stream.read()
@@ -258,13 +253,13 @@ async def test_an_adapter_leaves_behind_the_plan_that_places_it(
         engine: Any = servers.workers[1]._engine
         launch = engine.launch
 
-        def launch_late(plan: StepPlan, *, leased: bool = False) -> PendingStep:
+        def launch_late(plan: StepPlan) -> PendingStep:
             assert gate.wait(20)
             hosts[1].placed += [one.adapter_id for one in plan.place if hosts[1].holds(one.adapter_id)]
-            return cast("PendingStep", launch(plan, leased=leased))
+            return cast("PendingStep", launch(plan))
 
         engine.launch = launch_late
-        stream = Stream(servers, leases=False)
+        stream = Stream(servers)
         await stream.open()
         await stream.place(adapter_id=1)
         await stream.read()
@@ -355,13 +350,13 @@ async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""
+    """Plans interrupt others, streams are cancelled in the middle, and ranks get other configurations."""
     generator = random.Random(11)
     async with rank_servers(tensor, pipeline, monkeypatch) as servers:
         number = 0
         await servers.configure(sizes())
         for _ in range(200):
-            await episode(servers, generator, leases=pipeline == 1)
+            await episode(servers, generator)
             if generator.random() < 0.4:
                 number += generator.randrange(2)
                 if generator.random() < 0.3:
@@ -371,9 +366,10 @@ async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch:
                     number += generator.randrange(2)
                 await servers.configure(sizes(number))
         # This stream's first plan runs behind the last one's reset.
-        await Stream(servers, leases=False).open()
+        await Stream(servers).open()
         await asyncio.to_thread(servers.ranks.compare)
         assert servers.reasons == []
         done = servers.ranks.logs[0]
         assert {"reset", "release"} <= {what for what in done if isinstance(what, str)}
-        assert any(isinstance(what, tuple) and what[1] for what in done) == (pipeline == 1), "leased steps"
+        plans = Counter(what[0] for what in done if isinstance(what, tuple))
+        assert max(plans.values()) > 1, "several steps of a plan"

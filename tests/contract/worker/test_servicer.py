@@ -111,7 +111,7 @@ async def refusal(call: Any) -> TriptychError:
 
 
 def decode(step: int) -> worker_pb2.StepPlan:
-    return worker_pb2.StepPlan(step=step, decode=worker_pb2.Decode(slots=[0], positions=[3], bucket=1))
+    return worker_pb2.StepPlan(step=step, release=[0], decode=worker_pb2.Decode(slots=[0], bucket=1))
 
 
 class Hanging:

@@ -173,14 +173,14 @@ def test_contradictions_are_refused(qwen: _Model) -> None:
     assert "adapter slot 1, which is empty" in output.error.message
 
 
-def test_a_lease_keeps_its_adapters(qwen: _Model) -> None:
-    """Steps of a lease run with the rows' adapters, and a batch without them runs the graph without them."""
+def test_decode_steps_keep_their_adapters(qwen: _Model) -> None:
+    """They run with the rows' adapters, and a batch without them runs the graph without them."""
     harness = qwen.harness()
     harness.prefill(0, qwen.prompts[0], adapter_slot=0)
     harness.prefill(1, qwen.prompts[3])
     assert harness.runner._batch.has_adapters([0, 1])
     assert not harness.runner._batch.has_adapters([1])
-    plan = Decode([1], [len(qwen.prompts[3])], 1)
+    plan = Decode([1], 1)
     alone = harness.runner._steps.decode_step(1, adapters=False)
     adapted = harness.runner._steps.decode_step(1, adapters=True)
     assert alone is not adapted

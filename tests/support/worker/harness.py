@@ -182,9 +182,8 @@ class Harness:
 
     def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[SlotOutput]:
         """Decodes one token for each slot."""
-        positions = [self.lengths[slot] for slot in slots]
         size = bucket or next(size for size in self.shapes.decode_buckets if size >= len(slots))
-        outputs = self.run(work=Decode(slots, positions, size))
+        outputs = self.run(work=Decode(slots, size))
         for slot in slots:
             self.lengths[slot] += 1
         return outputs

@@ -70,7 +70,7 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     batch.admit(request(computed=8))
     batch.copy_admitted()
     work = Prefill(0, 8, 2, sample=True)
-    batch.check(work)
+    batch.ready(work)
     tokens, positions, (full, window) = batch.prefill_inputs(work)
     assert tokens.tolist() == [108, 109, 0, 0, 0, 0, 0, 0]
     assert positions.tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
@@ -86,7 +86,7 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     batch.admit(request(slot=2, tokens=6, computed=5))
     batch.admit(Admission(0, range(200, 205), 4, sampling_params(), {0: [7, 8], 1: [17, 18]}))
     batch.copy_admitted()
-    batch.check(Decode((2, 0), (5, 4), 4))
+    batch.ready(Decode((2, 0), 4))
     rows = torch.tensor([2, 0, batch.padding_row, batch.padding_row])
     tokens, positions, (full, _) = batch.decode_inputs(rows)
     assert tokens.tolist() == [105, 204, 0, 0]
@@ -102,14 +102,14 @@ def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
     batch.admit(request(tokens=8))
     batch.copy_admitted()
     work = Prefill(0, 0, 8, sample=True)
-    batch.check(work)
+    batch.ready(work)
     batch.advance_prefill(work, torch.tensor([42]))
-    batch.check(Decode((0,), (8,), 1))
+    batch.ready(Decode((0,), 1))
     rows = torch.tensor([0])
     assert batch.decode_inputs(rows)[0].tolist() == [42]
     batch.advance_rows(rows, torch.tensor([43]))
     batch.advance_decode((0,))
-    batch.check(Decode((0,), (9,), 1))
+    batch.ready(Decode((0,), 1))
     assert batch.decode_inputs(rows)[0].tolist() == [43]
 
 
@@ -131,7 +131,7 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
     batch.release(0)
     batch.release(0)
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(Prefill(0, 0, 8, sample=False))
+        batch.ready(Prefill(0, 0, 8, sample=False))
     batch.admit(request(tokens=3, blocks=1))
     batch.copy_admitted()
     _, _, (full, _) = batch.prefill_inputs(Prefill(0, 0, 3, sample=True))
@@ -146,11 +146,9 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
         (Prefill(0, 2, 8, sample=False), "must sample slot 0 at its last known token"),
         (Prefill(0, 2, 4, sample=True), "must sample slot 0 at its last known token"),
         (Prefill(1, 0, 4, sample=False), "slot 1, which is free"),
-        (Decode((0,), (2,), 1), "2 of 10 computed"),
-        (Decode((0,), (9,), 1), "position 9"),
-        (Decode((0,), (9,), 3), "bucket of 3"),
-        (Decode((0, 0), (9, 9), 2), "do not match"),
-        (Decode((7,), (0,), 1), "slot 7"),
+        (Decode((0,), 3), "bucket of 3"),
+        (Decode((0, 0), 2), "names a slot twice"),
+        (Decode((7,), 1), "slot 7"),
     ],
 )
 def test_work_that_contradicts_the_state_is_refused(
@@ -160,7 +158,7 @@ def test_work_that_contradicts_the_state_is_refused(
     batch.admit(request(computed=2))
     batch.copy_admitted()
     with pytest.raises(Internal, match=message):
-        batch.check(work)
+        batch.ready(work)
 
 
 def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
@@ -168,7 +166,7 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     batch.admit(request(tokens=8, blocks=1))
     batch.copy_admitted()
     with pytest.raises(Internal, match="too few for 8 tokens"):
-        batch.check(Prefill(0, 0, 8, sample=True))
+        batch.ready(Prefill(0, 0, 8, sample=True))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
     with pytest.raises(Internal, match="block 20"):
         batch.admit(Admission(0, range(5), 0, sampling_params(), {0: (1, 2), 1: (11, 20)}))
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(Prefill(0, 0, 5, sample=True))
+        batch.ready(Prefill(0, 0, 5, sample=True))
     batch.admit(request(tokens=4, blocks=1))
     batch.copy_admitted()
     _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
@@ -236,7 +234,7 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
     sliding.copy_admitted()
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
         work = Prefill(slot, start, count, sample=True)
-        sliding.check(work)
+        sliding.ready(work)
         _, _, (_, window) = sliding.prefill_inputs(work)
         step = in_place(window)
         assert [step.cache_seq_len.tolist(), step.cache_offset.tolist(), step.block_table.tolist()] == [
@@ -251,8 +249,8 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
     sliding.copy_admitted()
-    work = Decode((2, 0), (30, 3), 4)
-    sliding.check(work)
+    work = Decode((2, 0), 4)
+    sliding.ready(work)
     rows = torch.tensor([2, 0, sliding.padding_row, sliding.padding_row])
     step = in_place(sliding.decode_inputs(rows)[2][1])
     assert step.cache_seq_len.tolist() == [[8], [3], [0], [0]]
@@ -269,12 +267,12 @@ def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
         sliding.grow(Growth(0, 1, (2,)))
     sliding.admit(Admission(1, range(4), 0, sampling_params(), {0: (5,)}))
     sliding.copy_admitted()
-    with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):
-        sliding.check(Prefill(1, 0, 4, sample=True))
+    with pytest.raises(Internal, match="slot 1 has blocks for 0 tokens"):
+        sliding.ready(Prefill(1, 0, 4, sample=True))
     with pytest.raises(Internal, match="null block"):
         sliding.admit(sliding_request(2, 31, 30, block=0))
     sliding.grow(Growth(1, 1, (2,)))
-    sliding.check(Prefill(1, 0, 4, sample=True))
+    sliding.ready(Prefill(1, 0, 4, sample=True))
 
 
 def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:
@@ -358,7 +356,7 @@ def test_a_copy_writes_what_single_admissions_write() -> None:
     together.copy_admitted()
     rows = torch.tensor([3, 0, 7, SLOTS])
     for batch in (together, single):
-        batch.check(Decode([3, 0, 7], [11, 8, 15], SLOTS))
+        batch.ready(Decode([3, 0, 7], SLOTS))
     tokens, positions, _ = together.decode_inputs(rows)
     assert (tokens.tolist(), positions.tolist()) == ([111, 108, 115, 0], [11, 8, 15, 0])
     for one, other in zip(together._tables, single._tables, strict=True):
@@ -389,5 +387,5 @@ def test_a_request_that_leaves_before_the_copy_writes_nothing(leave: Callable[[B
     assert not batch._tokens[2].any()
     batch.admit(admission(2))
     batch.copy_admitted()
-    batch.check(Prefill(2, 8, 1, sample=True))
+    batch.ready(Prefill(2, 8, 1, sample=True))
     assert batch.tokens_of(2, 0, 10).tolist() == [*range(100, 109), 0]

@@ -14,7 +14,7 @@ from worker_svc.execution.lockstep import Follower, Leader, PlanRefused, rank_fa
 from worker_svc.pending_step import PendingStep
 from worker_svc.settings import Settings
 
-PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))
+PLAN = StepPlan(1, work=Decode((0,), 1))
 
 # By the error of a step, why the rank gives up; nothing if it goes on.
 ERRORS = [
@@ -31,7 +31,7 @@ class FailingSteps:
 
     error: Exception
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         raise self.error
 
     def apply(self, result: StepResult) -> None:
@@ -70,7 +70,7 @@ def test_a_rank_that_waits_for_results_ends_with_its_group() -> None:
     launched = leader.launch(PLAN)
     ranks.close()
     with pytest.raises(RuntimeError, match="the group has ended"):
-        launched.read(PLAN.work)
+        launched.read()
     reasons = {given_up.get(timeout=10) for _ in range(2)}
     assert reasons == {f"rank {rank} cannot go on with its group (the group has ended)" for rank in (0, 1)}
 
@@ -93,7 +93,7 @@ def test_a_result_that_rank_0_cannot_read_ends_its_process() -> None:
     launched = leader.launch(PLAN)
     ranks.end(1, "results").send(b"no message")
     with pytest.raises(Exception, match="parsing"):
-        launched.read(PLAN.work)
+        launched.read()
     assert len(reasons) == 1
     assert reasons[0].startswith("rank 0 cannot go on with its group")
 
