@@ -25,8 +25,8 @@ class Launcher(Protocol):
 class Arrivals(Protocol):
     """What has arrived on the stream. Safe on any thread."""
 
-    def is_interrupted(self, step: int, *, running: bool) -> bool:
-        """Whether a plan has arrived that interrupts plan `step`, or, if that runs, the stream has ended."""
+    def is_interrupted(self, step: int) -> bool:
+        """Whether a plan has arrived that interrupts plan `step`, or the stream has ended."""
         ...
 
 
@@ -151,12 +151,9 @@ class PlanRunner:
         return _Run(plan, {slot: self._tenancies.setdefault(slot, _Tenancy()) for slot in named})
 
     def _live_part(self, run: _Run) -> StepPlan:
-        """Returns a plan without dead slots, and without the work if that is interrupted already."""
+        """Returns a plan without dead slots."""
         plan, dead = run.plan, run.dead()
-        work = without_slots(plan.work, dead)
-        if isinstance(work, Decode) and self._arrivals.is_interrupted(plan.step, running=False):
-            work = None
-        return replace(plan, work=work, grow=[one for one in plan.grow if one.slot not in dead])
+        return replace(plan, work=without_slots(plan.work, dead), grow=[one for one in plan.grow if one.slot not in dead])
 
     def _launch(self, run: _Run, part: StepPlan, *, is_last: bool) -> _Step:
         since = time.perf_counter()
@@ -171,7 +168,7 @@ class PlanRunner:
         return _Step(run, launched, since, is_last)
 
     def _goes_on(self, step: _Step) -> bool:
-        return not step.is_last and not self._arrivals.is_interrupted(step.run.plan.step, running=True)
+        return not step.is_last and not self._arrivals.is_interrupted(step.run.plan.step)
 
     def _answer(self, step: _Step, *, goes_on: bool | None = None) -> None:
         """Waits for a step's result and hands it over. All results before it have been handed over.

@@ -171,9 +171,9 @@ class PlanStream:
         if self._traces is not None:
             self._traces.close()
 
-    def is_interrupted(self, step: int, *, running: bool) -> bool:
-        """Whether a plan has arrived that interrupts plan `step`, or, if that runs, the stream has ended."""
-        return self._interrupting > step or (running and self._ended)
+    def is_interrupted(self, step: int) -> bool:
+        """Whether a plan has arrived that interrupts plan `step`, or the stream has ended."""
+        return self._ended or self._interrupting > step
 
     async def _read(self) -> None:
         try:
