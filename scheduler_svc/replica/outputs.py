@@ -64,7 +64,7 @@ class Outputs:
         elif result.num_steps and isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
         for output in result.outputs:
-            if output.error is not None and output.slot not in step.left:
+            if output.error is not None and output.slot not in step.ignored:
                 self._fail_slot(output.slot, output.error)
 
     # ---- faults ----
@@ -130,7 +130,7 @@ class Outputs:
             raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
         for start in range(0, len(tokens), rows):
             column = tokens[start : start + rows] if count > 1 else tokens
-            if step.left or batch.has_first_tokens:
+            if step.ignored or batch.has_first_tokens:
                 outputs = {
                     slot: SlotOutput(slot, (token,)) for slot, token in zip(work.slots, column, strict=True)
                 }
@@ -143,7 +143,7 @@ class Outputs:
     ) -> None:
         """Applies a step row by row: some row has left, is skipped, has more than a token or its first one."""
         for slot, request in zip(work.slots, step.requests, strict=True):
-            if slot not in step.left:
+            if slot not in step.ignored:
                 self._apply_row(request, outputs.get(slot), result)
         if step.batch is not None and step.batch.has_first_tokens:
             self._decoding.refresh()

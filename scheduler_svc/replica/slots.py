@@ -240,7 +240,7 @@ class Slots:
         """Moves a decoding request back to prefill, for tokens that its grammar forced."""
         self._stop_decoding(request)
         assert request.slot is not None
-        self._in_flight.ignore_slot(request.slot)  # what is sent skips it until its tokens are computed
+        self._in_flight.skip(request.slot)  # until its forced tokens are computed
         request.prefills_forced = True
         self._prefill(request)
 
@@ -286,7 +286,7 @@ class Slots:
         if not self._priorities[request.priority]:
             del self._priorities[request.priority]
         self._changes.release(request, slot)
-        self._in_flight.ignore_slot(slot)
+        self._in_flight.leave(slot)
         self._slots[slot] = None
         self._free_slots.append(slot)
         request.slot = None

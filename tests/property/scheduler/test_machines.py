@@ -377,7 +377,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.rig.run()
         sch = self.rig.scheduler
-        assert not self.rig.engine._live, (sch._draining, sch._slots.prefilling, len(sch._decoding), sch._slots.trials, sch._turns.__dict__, sch.num_deferred, sch.num_running, list(self.rig.engine.waiting), [g.pool.num_free for g in sch.kv.groups], len(sch._in_flight), list(self.rig.engine._live))
+        assert not self.rig.engine._live, [(r.request_id, r.state, r.slot, len(r.token_ids), r.granted, r.kv.num_computed, r.prefills_forced, r.suspect, r.can_fork, r.num_prompt_tokens, r.end) for r in self.rig.engine._live]
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
