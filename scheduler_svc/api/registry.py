@@ -184,6 +184,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
                 self._make_driver,
                 partial(self._deployment.starting.__setitem__, address.replica_id),
                 partial(self._close, address.replica_id),
+                wait_s=self._step_timeout_s,
             )
         return group.join(address)
 
