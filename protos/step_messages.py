@@ -44,11 +44,12 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         continues=plan.continues,
     )
     match plan.work:
-        case Prefill(slot, start, num_tokens, sample):
+        case Prefill(slot, start, num_tokens, sample, bucket):
             message.prefill.slot = slot
             message.prefill.start = start
             message.prefill.num_tokens = num_tokens
             message.prefill.sample = sample
+            message.prefill.bucket = bucket
         case Decode(slots, positions, bucket, lease):
             message.decode.slots.extend(slots)
             message.decode.positions.extend(positions)
@@ -147,7 +148,7 @@ def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:
     match message.WhichOneof("work"):
         case "prefill":
             prefill = message.prefill
-            return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
+            return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample, prefill.bucket)
         case "decode":
             decode = message.decode
             lease = max(1, decode.lease_steps)

@@ -81,9 +81,11 @@ class Prefill:
     start: int
     """Position of the chunk's first token; equals the slot's computed tokens."""
     num_tokens: int
-    """Real tokens; the graph pads the rest of the chunk."""
+    """Real tokens; the rest of the bucket is padding."""
     sample: bool
     """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    bucket: int = 0
+    """Tokens of the graph; 0 for the largest."""
 
 
 @dataclass(frozen=True, slots=True)

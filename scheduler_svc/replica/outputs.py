@@ -200,7 +200,7 @@ class Outputs:
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
         request = step.requests[0]
-        self._stats.count_chunk(chunk.num_tokens, result.execute_us * 1e-6)
+        self._stats.count_chunk(chunk.bucket, chunk.num_tokens, result.execute_us * 1e-6)
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran

@@ -21,7 +21,7 @@ from scheduler_svc.replica.slots import AdmitResult, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.shapes.buckets import bucket_for
+from scheduler_svc.shapes.buckets import bucket_for, chunk_for
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
 
@@ -361,10 +361,12 @@ class ReplicaScheduler:
         start = request.kv.num_computed + behind
         # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
         # them.
-        end = start + min(self.shapes.chunk, request.num_to_prefill - behind)
+        rest = request.num_to_prefill - behind
+        bucket = chunk_for(rest, self.shapes.chunk_sizes)
+        end = start + min(bucket, rest)
         if not make_room(request, end):
             return None
-        return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
+        return Prefill(request.slot, start, end - start, end == len(request.token_ids), bucket)
 
     def _plan_trial(self, request: Request) -> Decode | None:
         assert request.slot is not None

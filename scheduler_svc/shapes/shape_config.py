@@ -47,6 +47,13 @@ class ShapeConfig:
     """Decode batch sizes, ascending."""
     stages: int = 1
     """Pipeline stages of a replica."""
+    prefill_buckets: tuple[int, ...] = ()
+    """Chunk sizes, ascending; the last is `chunk`. Empty: `chunk` alone."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Tokens of each prefill graph, ascending."""
+        return self.prefill_buckets or (self.chunk,)
 
     @property
     def stage_batch(self) -> int:

@@ -92,7 +92,7 @@ class Simulation:
             # More blocks than all requests together take would only cost time.
             most = sum(length // block_size + 2 for length in lengths)
             blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
-            worker = VirtualWorker(each, setup.request.chunk, lambda: self.now, self._engine.dispatch)
+            worker = VirtualWorker(each, lambda: self.now, self._engine.dispatch)
             link = WorkerLink(
                 wake=self._waker(index, worker),
                 compile_grammar=_unused, withdraw_grammar=_unused,
@@ -229,7 +229,7 @@ def _description(times: StepTimes, max_context: int) -> WorkerDescription:
     return WorkerDescription(
         model=model, device=_MODEL, limits=DeviceLimits(max_context, 1, unlimited, unlimited),
         groups=(KvGroup(GroupKind.FULL),), default_max_num_seqs=times.max_num_seqs,
-        default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size,
+        default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size, prefill_buckets=True,
         max_lease_steps=unlimited, packs_texts=False, plans_ahead=True, max_logprobs=0,
         sampling_fields=frozenset(), lora=None, copies_blocks=True,
     )  # fmt: skip

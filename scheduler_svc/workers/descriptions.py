@@ -60,6 +60,8 @@ class WorkerDescription:
     """Tokens of a prefill chunk that the device usually runs with."""
     default_block_size: int
     """Tokens of a KV block that the device usually runs with."""
+    prefill_buckets: bool
+    """Whether the worker takes prefill chunks of several compiled sizes."""
     max_lease_steps: int
     """Decode steps that one lease may span."""
     packs_texts: bool
@@ -108,6 +110,7 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         default_max_num_seqs=message.default_max_num_seqs,
         default_chunk=message.default_chunk,
         default_block_size=message.default_block_size,
+        prefill_buckets=message.prefill_buckets,
         max_lease_steps=max(1, message.max_lease_steps),
         packs_texts=message.packs_texts,
         plans_ahead=message.plans_ahead,
@@ -166,6 +169,7 @@ def configure_to_proto(
         max_model_len=shapes.max_model_len,
         max_num_seqs=shapes.max_num_seqs,
         chunk=shapes.chunk,
+        prefill_buckets=shapes.chunk_sizes,
         block_size=shapes.block_size,
         decode_buckets=shapes.buckets,
         num_blocks=num_blocks,

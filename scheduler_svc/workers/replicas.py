@@ -76,17 +76,21 @@ def shapes_for(settings: Settings, description: WorkerDescription) -> ShapeConfi
     manual = max(settings.decode_buckets) * stages if settings.decode_bucket_strategy == "manual" else None
     # A device that usually runs one sequence runs one on each stage.
     max_num_seqs = settings.max_num_seqs or manual or max(description.default_max_num_seqs, stages)
+    chunk = settings.chunk(description.default_chunk)
+    block_size = settings.block_size or description.default_block_size
     try:
         buckets = settings.buckets(stage_batch(max_num_seqs, stages))
+        chunk_sizes = settings.chunk_sizes(chunk, block_size) if description.prefill_buckets else ()
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error
     return ShapeConfig(
         max_model_len=settings.max_model_len or description.model.max_model_len,
         max_num_seqs=max_num_seqs,
-        chunk=settings.max_num_batched_tokens or description.default_chunk,
-        block_size=settings.block_size or description.default_block_size,
+        chunk=chunk,
+        block_size=block_size,
         buckets=buckets,
         stages=stages,
+        prefill_buckets=chunk_sizes,
     )
 
 
@@ -129,6 +133,8 @@ class GeneratingReplicas:
         warn_of_ignored(self._settings, Settings.groups[Group.POOLING], "generating models run in buckets")
         shapes = shapes_for(self._settings, description)
         shapes.check(description.limits, description.groups)
+        if not description.prefill_buckets:
+            warn_of_ignored(self._settings, ("prefill_buckets",), "this device runs chunks of one size")
         if shapes.max_num_seqs % shapes.stages:
             self._log.warning(
                 "slots_left_over", replica=replica_id, max_num_seqs=shapes.max_num_seqs, pipeline_stages=shapes.stages,
@@ -138,7 +144,7 @@ class GeneratingReplicas:
             request=configure_request(self._settings, shapes, copies_blocks=description.copies_blocks),
             max_model_len=shapes.max_model_len,
             facts={
-                "chunk": shapes.chunk,
+                "prefill_buckets": shapes.chunk_sizes,
                 "block_size": shapes.block_size,
                 "buckets": shapes.buckets,
                 "pipeline_stages": shapes.stages,
@@ -159,7 +165,7 @@ class GeneratingReplicas:
         self._check_same_grid(shapes, replica_id)
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
-        self._histogram.describe(served_name, shapes.buckets)
+        self._histogram.describe(served_name, shapes)
         self._engine.model = ModelLimits(
             max_model_len=shapes.max_model_len,
             vocab_size=description.model.vocab_size,
@@ -179,6 +185,7 @@ class GeneratingReplicas:
             plans_ahead=description.plans_ahead,
             adapter_slots=description.lora.max_loras if description.lora else 0,
         )
+        scheduler.stats.observe_chunk = self._histogram.observe_chunk
         registry = self._engine.adapters.registry
         registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]
 

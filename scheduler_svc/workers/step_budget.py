@@ -115,8 +115,8 @@ class StepBudgets:
 def _graph_of(work: Work | None) -> tuple[Hashable, int]:
     """Returns the graph that the work runs and the binary logarithm of its context."""
     match work:
-        case Prefill(_, start, _, sample):
-            return ("prefill", sample), start.bit_length()
+        case Prefill(_, start, _, sample, bucket):
+            return ("prefill", bucket, sample), start.bit_length()
         case Decode(_, positions, bucket):
             return ("decode", bucket), sum(positions).bit_length()
         case Pool(_, shape):

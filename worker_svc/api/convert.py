@@ -84,6 +84,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_lease_steps=1 if pooling else _MAX_LEASE,
         plans_ahead=not pooling,
         packs_texts=worker.packs_texts,
+        prefill_buckets=not pooling,
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
@@ -145,6 +146,7 @@ def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> ShapeConfig | Poo
         decode_buckets=tuple(request.decode_buckets),
         num_blocks=tuple(request.num_blocks),
         windows_kept_per_slot=request.windows_kept_per_slot,
+        prefill_buckets=tuple(request.prefill_buckets),
     )
 
 
@@ -168,7 +170,10 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
                 weights_digest=ready.weights_digest,
             )
         )
-    prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=shapes.chunk)
+    prefill = [
+        common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=bucket)
+        for bucket in shapes.chunk_sizes
+    ]
     decode = [
         common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
         for bucket in shapes.decode_buckets
@@ -177,7 +182,7 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
         ready=worker_pb2.ConfigureReady(
             num_blocks=shapes.num_blocks,
             bytes_per_block=ready.bytes_per_block,
-            graphs=[prefill, *decode],
+            graphs=[*prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),
             first_step_timeout_s=first_step_timeout_s,
             weights_digest=ready.weights_digest,

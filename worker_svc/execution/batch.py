@@ -198,12 +198,14 @@ class Batch:
             if (
                 work.start != computed
                 or not work.start < end <= known
-                or work.num_tokens > self._shapes.chunk
+                or work.num_tokens > self.bucket_of(work)
             ):
                 raise Internal(
                     f"the plan prefills tokens {work.start} to {end} of slot {slot},"
                     f" which has {computed} of {known} computed"
                 )
+            if self.bucket_of(work) not in (buckets := self._shapes.chunk_sizes):
+                raise Internal(f"the plan prefills in a bucket of {work.bucket}; the worker has {buckets}")
             if work.sample != (end == known):
                 raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
             self._check_blocks(slot, end)
@@ -222,13 +224,19 @@ class Batch:
                 )
             self._check_blocks(slot, known + work.lease - 1)
 
-    def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the static-shaped tensors of a prefill step; `None` makes a step of padding only.
+    def bucket_of(self, work: Prefill) -> int:
+        """Returns the tokens of a chunk's graph."""
+        return work.bucket or self._shapes.chunk
+
+    def prefill_inputs(
+        self, chunk: int, work: Prefill | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """Returns the static-shaped tensors of a prefill step of `chunk` tokens, all padding without work.
 
         Returns:
             Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
         """
-        chunk, block_size = self._shapes.chunk, self._shapes.block_size
+        block_size = self._shapes.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
         tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
         positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
@@ -261,10 +269,10 @@ class Batch:
         """Returns the adapter slots of rows [bucket], int32 [bucket]; `NO_ADAPTER` for the base model."""
         return self._adapters[rows]
 
-    def chunk_adapters(self, work: Prefill | None) -> torch.Tensor:
+    def chunk_adapters(self, chunk: int, work: Prefill | None) -> torch.Tensor:
         """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
         adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
-        return torch.full((self._shapes.chunk,), adapter, dtype=torch.int32, device=self._device)
+        return torch.full((chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the tensors of a decode step.

@@ -255,8 +255,9 @@ class Runner:
             raise
 
     def _prefill(self, work: Prefill) -> PendingStep:
-        tokens, positions, inputs = self._batch.prefill_inputs(work)
-        (first,) = self._stage.receive(self._shapes.chunk) or (tokens,)
+        bucket = self._batch.bucket_of(work)
+        tokens, positions, inputs = self._batch.prefill_inputs(bucket, work)
+        (first,) = self._stage.receive(bucket) or (tokens,)
         hidden = self._steps.run_chunk(work, first, positions, inputs)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)

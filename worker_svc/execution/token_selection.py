@@ -298,8 +298,7 @@ class PromptLogprobs:
     ) -> None:
         """Starts without slots. `logits` takes at most as many rows as the largest bucket."""
         self._batch = batch
-        self._chunk = shapes.chunk
-        self._rows = min(shapes.chunk, shapes.decode_buckets[-1])
+        self._most_rows = shapes.decode_buckets[-1]
         self._logits = logits
         # By slot: the number of most probable tokens to report, and the prompt's length.
         self._wanted: dict[int, tuple[int, int]] = {}
@@ -326,7 +325,8 @@ class PromptLogprobs:
         if work.slot not in self._wanted:
             return ()
         count, prompt_len = self._wanted[work.slot]
-        chunk, rows = self._chunk, self._rows
+        chunk = len(hidden)
+        rows = min(chunk, self._most_rows)
         found = self._batch.tokens_of(
             work.slot, work.start + 1, min(work.start + work.num_tokens + 1, prompt_len)
         )

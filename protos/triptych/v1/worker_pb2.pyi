@@ -104,6 +104,7 @@ class DescribeResponse(_message.Message):
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     PACKS_TEXTS_FIELD_NUMBER: _builtins.int
+    PREFILL_BUCKETS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -141,6 +142,8 @@ class DescribeResponse(_message.Message):
     """Whether texts of a pooling model may follow one another in one packed shape. Such a device makes graphs in
     a moment, so shapes may be many.
     """
+    prefill_buckets: _builtins.bool
+    """Whether the worker takes ConfigureRequest.prefill_buckets. False: it runs chunks of one size."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
@@ -193,10 +196,11 @@ class DescribeResponse(_message.Message):
         block_copies: Global___BlockCopies.ValueType = ...,
         lora: Global___LoraLimits | None = ...,
         packs_texts: _builtins.bool = ...,
+        prefill_buckets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "prefill_buckets", b"prefill_buckets", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,12 +347,13 @@ class ConfigureRequest(_message.Message):
     POOL_SHAPES_FIELD_NUMBER: _builtins.int
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
+    PREFILL_BUCKETS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest sequence (prompt plus output), tokens. Determines the width of block tables."""
     max_num_seqs: _builtins.int
     """Number of slots."""
     chunk: _builtins.int
-    """Tokens of one prefill chunk. Divides the block size or is divided by it."""
+    """Tokens of the largest prefill chunk. Divides the block size or is divided by it."""
     block_size: _builtins.int
     """Tokens of a block in a paged group. A multiple of the window of every in-place group."""
     windows_kept_per_slot: _builtins.int
@@ -380,6 +385,12 @@ class ConfigureRequest(_message.Message):
         them.
         """
 
+    @_builtins.property
+    def prefill_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each prefill graph, ascending; the last is `chunk`. Each divides the block size or is divided by it.
+        Empty: `chunk` alone.
+        """
+
     def __init__(
         self,
         *,
@@ -393,10 +404,11 @@ class ConfigureRequest(_message.Message):
         pool_shapes: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
         step_timeout_s: _builtins.float = ...,
         group_epoch: _builtins.str = ...,
+        prefill_buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "group_epoch", b"group_epoch", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "group_epoch", b"group_epoch", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "prefill_buckets", b"prefill_buckets", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -848,13 +860,16 @@ class Prefill(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     start: _builtins.int
     """Position of the chunk's first token; equals the slot's computed tokens."""
     num_tokens: _builtins.int
-    """Real tokens of the chunk, 1 .. chunk. The rest is padding."""
+    """Real tokens of the chunk, 1 .. bucket. The rest is padding."""
     sample: _builtins.bool
     """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    bucket: _builtins.int
+    """Tokens of the graph: one of ConfigureRequest.prefill_buckets. 0: the largest."""
     def __init__(
         self,
         *,
@@ -862,10 +877,11 @@ class Prefill(_message.Message):
         start: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         sample: _builtins.bool = ...,
+        bucket: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

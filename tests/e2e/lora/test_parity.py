@@ -52,7 +52,10 @@ class _Model:
     def harness(self, backend: Backend = "compiled") -> Harness:
         """A runner with every adapter in the slot of its id."""
         model = load(self.folder, "float32", compiled=backend != "eager", lora=LIMITS)
-        harness = Harness(model, max_num_seqs=8, decode_buckets=(1, 2, 8), max_model_len=512, backend=backend)
+        harness = Harness(
+            model, max_num_seqs=8, decode_buckets=(1, 2, 8), max_model_len=512, backend=backend,
+            prefill_buckets=(32, 128),
+        )  # fmt: skip
         assert harness.adapters is not None
         for name, path in self.adapters.items():
             harness.adapters.load(IDS[name], name, str(path))

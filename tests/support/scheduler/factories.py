@@ -27,6 +27,7 @@ from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
+from scheduler_svc.shapes.buckets import prefill_buckets
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
@@ -93,7 +94,8 @@ def make_shapes(
     *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
     buckets: tuple[int, ...] = (1, 2, 4), stages: int = 1,
 ) -> ShapeConfig:  # fmt: skip
-    return ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, buckets, stages)
+    chunks = prefill_buckets("exp", chunk=chunk, block_size=block_size, minimum=1)
+    return ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, buckets, stages, chunks)
 
 
 def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:

@@ -50,6 +50,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """The tokenizer files."""
     weights_digest: str = ""
     default_chunk: int = 4
+    prefill_buckets: bool = True
     default_block_size: int = 4
     block_copies: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_TENSORS
     block_copies_when_ready: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_UNSPECIFIED
@@ -102,7 +103,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
             default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
-            max_lease_steps=32, block_copies=self.block_copies,
+            max_lease_steps=32, prefill_buckets=self.prefill_buckets, block_copies=self.block_copies,
             lora=worker_pb2.LoraLimits(max_loras=self.max_loras, max_rank=16, max_cpu_loras=self.max_cpu_loras) if self.max_loras else None,
         )  # fmt: skip
 
@@ -171,6 +172,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         shapes = ShapeConfig(
             self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
             self.configured.block_size, tuple(self.configured.decode_buckets),
+            prefill_buckets=tuple(self.configured.prefill_buckets),
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
         self.device = SimulatedDevice(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import GroupKind, StepPlan, StepResult
@@ -15,6 +16,7 @@ from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.shapes.buckets import prefill_buckets
 from scheduler_svc.shapes.shape_config import KvGroup
 from scheduler_svc.shapes.shape_config import ShapeConfig as SchedulerShapeConfig
 from tests.support.sampling_params import sampling_params
@@ -36,10 +38,10 @@ class LocalReplica:
     ) -> None:  # fmt: skip
         layers = group_layers(model.description.layers, window)
         kept = 4 if caching else 0
-        blocks = count_blocks(
-            layers, ShapeConfig(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
-        )
-        sizes = ShapeConfig(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
+        chunks = prefill_buckets("exp", chunk=chunk, block_size=block_size, minimum=16)
+        sizes = ShapeConfig(max_model_len, slots, chunk, block_size, buckets, (), kept, chunks)
+        blocks = count_blocks(layers, sizes, kv_bytes)
+        sizes = replace(sizes, num_blocks=blocks)
         self.runner = Runner(
             model,
             open_device("cpu"),
@@ -48,7 +50,9 @@ class LocalReplica:
             vocabulary=SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids),
         )
         groups = [KvGroup(group.kind, group.window) for group in layers]
-        shapes = SchedulerShapeConfig(max_model_len, slots, chunk, block_size, buckets)
+        shapes = SchedulerShapeConfig(
+            max_model_len, slots, chunk, block_size, buckets, prefill_buckets=chunks
+        )
         self.engine = Engine(
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
         )

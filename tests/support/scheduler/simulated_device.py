@@ -211,8 +211,9 @@ class SimulatedDevice:
             raise StepFailedError(state.admission.request_id)
         assert start == state.computed
         assert start % self.shapes.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
-        assert 1 <= num_tokens <= self.shapes.chunk
-        self.ran.add(("prefill", self.shapes.chunk))
+        assert chunk.bucket in self.shapes.chunk_sizes
+        assert 1 <= num_tokens <= chunk.bucket
+        self.ran.add(("prefill", chunk.bucket))
         self._survive("chunk", state.admission, start + num_tokens)
         self.prefilled += num_tokens
         self._compute(state, start + num_tokens)

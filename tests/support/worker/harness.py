@@ -9,6 +9,7 @@ import torch
 
 from protos.steps import Admission, Decode, GroupKind, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.shapes.buckets import chunk_for
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
@@ -101,14 +102,16 @@ class Harness:
         level: int | None = None,
         warm: bool = True,
         constraints: Constraints | None = None,
+        prefill_buckets: tuple[int, ...] = (),
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
         sizes = ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width
         self.shapes = ShapeConfig(
-            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
-        )
+            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups),
+            prefill_buckets=prefill_buckets,
+        )  # fmt: skip
         assert count_blocks(self.groups, self.shapes, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
@@ -173,7 +176,8 @@ class Harness:
         for start in range(0, len(token_ids), chunk):
             count = min(chunk, len(token_ids) - start)
             last = start + count == len(token_ids)
-            outputs = self.run(admit=admission, work=Prefill(slot, start, count, last))
+            bucket = chunk_for(len(token_ids) - start, self.shapes.chunk_sizes)
+            outputs = self.run(admit=admission, work=Prefill(slot, start, count, last, bucket))
             admission = []
             prompt_logprobs += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)

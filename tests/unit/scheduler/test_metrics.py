@@ -81,9 +81,10 @@ def test_work_is_counted_once_under_its_replica() -> None:
     scrape, engine = bench.scrape(), {"engine": "replica-0"}
     assert scrape.value("vllm:prefix_cache_queries_total", **engine) == 20
     assert scrape.value("vllm:prefix_cache_hits_total", **engine) == 8
-    assert scrape.value("triptych:prefill_chunks_total", **engine) == 4
-    assert scrape.value("triptych:prefill_tokens_total", **engine) == 12
-    assert scrape.value("triptych:prefill_padding_tokens_total", **engine) == 4
+    for bucket, steps, tokens in (("1", 0, 0), ("2", 2, 4), ("4", 2, 8)):
+        assert scrape.value("triptych:prefill_chunks_total", bucket=bucket, **engine) == steps
+        assert scrape.value("triptych:prefill_tokens_total", bucket=bucket, **engine) == tokens
+    assert scrape.total("triptych:prefill_padding_tokens_total") == 0
     assert scrape.value("vllm:generation_tokens_total", **engine) == 5
     for bucket, steps in (("1", 3), ("4", 0)):
         assert scrape.value("triptych:decode_steps_total", bucket=bucket, **engine) == steps

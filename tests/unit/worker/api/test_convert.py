@@ -37,9 +37,10 @@ def test_shapes_are_converted() -> None:
         block_size=256,
         decode_buckets=[2, 4],
         windows_kept_per_slot=3,
+        prefill_buckets=[64, 128],
     )
     assert convert.shapes_from_proto(request) == ShapeConfig(
-        1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3
+        1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3, prefill_buckets=(64, 128)
     )
 
 
