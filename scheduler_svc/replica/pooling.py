@@ -280,7 +280,7 @@ class PoolScheduler:
         return self._smallest(total, len(self._batch))
 
     def _add(self, request: Request) -> bool:
-        """Adds a request to the batch, and charges its tenant unless it runs again; returns True."""
+        """Adds a request to the batch; returns True."""
         now, delivery = self._clock(), request.delivery
         request.slot, request.state = len(self._batch), RequestState.PREFILLING
         if self._batch:
@@ -292,7 +292,7 @@ class PoolScheduler:
         if delivery.first_scheduled_s is None:
             delivery.first_scheduled_s = now
             self.stats.queue_s.observe(now - delivery.accepted_s)
-            self._owner.charge(request.tenant, len(request.token_ids))
+        self._owner.admitted(request)
         return True
 
     def interrupt(self) -> StepPlan | None:

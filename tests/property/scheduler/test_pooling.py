@@ -151,14 +151,16 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def no_request_is_forgotten(self) -> None:
-        """Every live request waits or runs, and no free replica sleeps while requests wait."""
+        """Every live request waits or runs, and no free replica sleeps while one that it may run waits."""
         if not hasattr(self, "engine"):
             return
         live = {name for name in self.sinks if self._is_live(name)}
         assert self.engine.num_waiting + self.engine.load().num_running == len(live)
-        if self.engine.num_waiting:
-            idle = [name for name, plan in self.plans.items() if plan is None]
-            assert not idle or self.woken.intersection(idle)
+        idle = {name for name, plan in self.plans.items() if plan is None}
+        for request in self.engine.waiting:
+            # One that failed somewhere waits for a replica that it has not failed on.
+            usable = set(self.replicas) - request.failed_on or set(self.replicas)
+            assert not idle & usable or self.woken & idle
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
