@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from protos.errors import TriptychError, from_proto
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -34,10 +33,6 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
                 num_tokens=copy.num_tokens,
             )
             for copy in plan.copies
-        ],
-        place=[
-            worker_pb2.AdapterPlacement(adapter_slot=each.adapter_slot, adapter_id=each.adapter_id)
-            for each in plan.place
         ],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
@@ -73,7 +68,6 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
             BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
             for copy in message.copies
         ),
-        place=tuple(AdapterPlacement(each.adapter_slot, each.adapter_id) for each in message.place),
         admit=tuple(_admission_from_proto(request) for request in message.admit),
         grow=tuple(
             Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
@@ -178,7 +172,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
             for group_id, block_ids in admission.blocks.items()
         ],
         pooling=pooling,
-        adapter_slot=admission.adapter_slot,
+        adapter_id=admission.adapter_id,
         traceparent=admission.traceparent,
     )
 
@@ -197,7 +191,7 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         sequence=request.sequence,
         num_prompt_tokens=request.num_prompt_tokens or None,
         pooling=request.pooling if request.HasField("pooling") else None,
-        adapter_slot=request.adapter_slot if request.HasField("adapter_slot") else None,
+        adapter_id=request.adapter_id,
         traceparent=request.traceparent,
     )
 

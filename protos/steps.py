@@ -24,16 +24,6 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPlacement:
-    """Copies a LoRA adapter from the host to the device."""
-
-    adapter_slot: int
-    """Which of the device's adapter slots it takes; no admitted request uses that slot."""
-    adapter_id: int
-    """An adapter that is loaded on the host of every rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """Gives a request a slot. Later plans name the slot only."""
 
@@ -53,8 +43,8 @@ class Admission:
     """How many of ``token_ids`` are the prompt; None for all."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
-    adapter_slot: int | None = None
-    """Adapter slot of the request's LoRA adapter; None for the base model."""
+    adapter_id: int = 0
+    """The load of the request's LoRA adapter on the worker; 0 for the base model."""
     traceparent: str = ""
     """The span that the worker's spans of the request belong to; empty: it is not traced."""
 
@@ -155,7 +145,6 @@ class StepPlan:
     release: Sequence[int] = ()
     """Slots to free."""
     copies: Sequence[BlockCopy] = ()
-    place: Sequence[AdapterPlacement] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
     continues: bool = False

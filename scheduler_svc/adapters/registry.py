@@ -2,8 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable
 
@@ -17,6 +18,12 @@ class LoadedAdapter:
     """Hash of the configuration and the weights; adapters with equal hashes compute the same."""
     revision: str = ""
     """The commit at which the hub had it; empty for a folder."""
+    displaced: Collection[int] = ()
+    """Ids of the loads that left the host for it."""
+
+
+LoadAnswer: TypeAlias = Callable[[LoadedAdapter | TriptychError], None]
+"""Called once with what the ranks of a replica say about an adapter, or why they cannot load it."""
 
 
 @dataclass(frozen=True, slots=True)

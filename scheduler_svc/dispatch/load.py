@@ -158,9 +158,9 @@ def _totals(scheduler: ReplicaScheduler) -> Totals:
         ("triptych:block_copies",): kv.stats.copies,
         ("triptych:windows_kept",): kv.stats.kept_windows,
         ("triptych:kv_blocks_evicted",): kv.num_evicted,
-        ("triptych:lora_loads",): stats.adapter_loads,
-        ("triptych:lora_evictions",): stats.adapter_evictions,
-        ("triptych:lora_placements",): stats.adapter_placements,
+        ("triptych:lora_loads",): scheduler.adapters.num_loads,
+        ("triptych:lora_evictions",): scheduler.adapters.num_displaced,
+        ("triptych:lora_placements",): stats.report.adapter_placements,
     }
     for reason in PREEMPTION_REASONS:
         counts["triptych:preemptions", reason] = stats.preemptions[reason]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.learned_times import LinearTime
 from scheduler_svc.replica.pooling import PoolScheduler
@@ -25,6 +25,17 @@ _KEPT = 0.98
 _LATER = 0.7
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterLoads:
+    """Calls that change which LoRA adapters a worker has on its host. They return at once."""
+
+    load: Callable[[Adapter, int], None]
+    """Starts loading an adapter on all ranks under an id that no load had before; the driver answers with
+    :meth:`AdapterControl.answered`."""
+    unload: Callable[[int], None]
+    """Ends a load by its id, or frees what it has brought."""
+
+
 @dataclass(slots=True)
 class AttachedReplica:
     """A ready replica as the engine sees it."""
@@ -41,8 +52,8 @@ class AttachedReplica:
     """Cancels compiling a grammar; the driver then sends no answer."""
     failing: Callable[[], bool] = lambda: False
     """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
-    lora: AdapterHost | None = None
-    """What holds LoRA adapters beside the device; None if the replica runs none."""
+    lora: AdapterLoads | None = None
+    """Loads LoRA adapters; None if the replica runs none."""
     placed_s: float = -math.inf
     """Clock reading of the last placement."""
 
@@ -55,12 +66,11 @@ class Placer:
     for, or it would never find room there.
     """
 
-    def __init__(self, grammars: GrammarQueue, adapters: AdapterQueue, clock: Callable[[], float]) -> None:
-        """Starts without replicas; the queues know which replicas have which grammars and adapters."""
+    def __init__(self, grammars: GrammarQueue, clock: Callable[[], float]) -> None:
+        """Starts without replicas; the queue knows which replicas have which grammars."""
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._grammars = grammars
-        self._adapters = adapters
         self._clock = clock
         self._output = _USUAL_OUTPUT
         # Replicas that skipped requests wait for, each with the rank of the first such request.
@@ -116,16 +126,17 @@ class Placer:
         return any(
             name not in request.failed_on
             and self._may_suit(name, request)
-            and not self._adapters.is_paused(request, name)
-            for name in self.replicas
+            and not replica.scheduler.adapters.is_paused(request.adapter)
+            for name, replica in self.replicas.items()
         )
 
     def _may_suit(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica can run the request once it has its grammar and its adapter."""
+        scheduler = self.replicas[replica_id].scheduler
         return (
-            self.replicas[replica_id].scheduler.fits(request)
+            scheduler.fits(request)
             and self._grammars.is_expected(request, replica_id)
-            and self._adapters.is_expected(request, replica_id)
+            and scheduler.adapters.may_load(request.adapter)
         )
 
     def group_of(self, request: Request) -> tuple[Grammar | None, int, str, frozenset[str]]:
@@ -151,9 +162,9 @@ class Placer:
 
     def _suits(self, replica_id: str, request: Request) -> bool:
         """Returns whether the request could run on the replica if it were empty."""
-        fits = self.replicas[replica_id].scheduler.fits(request)
-        has_all = self._grammars.may_run(request, replica_id) and self._adapters.may_run(request, replica_id)
-        return fits and has_all and not self._avoids(replica_id, request)
+        scheduler = self.replicas[replica_id].scheduler
+        has_all = self._grammars.may_run(request, replica_id) and scheduler.adapters.holds(request.adapter)
+        return scheduler.fits(request) and has_all and not self._avoids(replica_id, request)
 
     def _avoids(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica has failed the request, which can run on another one."""
@@ -179,8 +190,6 @@ class Placer:
         for name, replica in self.by_cost(request, free) if len(free) > 1 else free:
             request.replica_id = name
             result = replica.scheduler.admit(request)
-            if result is AdmitResult.ADMITTED:
-                self._adapters.used(request, name)
             if result is not AdmitResult.NO_ROOM:
                 replica.placed_s = self._clock()
                 replica.wake()
@@ -229,7 +238,7 @@ class Placer:
         size = scheduler.shapes.chunk if isinstance(scheduler, ReplicaScheduler) else len(request.token_ids)
         waits_s = _prefill_seconds(chunk, scheduler.prefill_backlog, size)
         own_s = _prefill_seconds(chunk, len(request.token_ids) - scheduler.cached_tokens(request), size)
-        if not scheduler.adapters.holds(request.adapter):
+        if not scheduler.adapters.uses(request.adapter):
             own_s += chunk.seconds  # copying an adapter to the device takes about as long as a chunk
         num_steps = min(self._output, request.end - len(request.token_ids))
         step_s = decode.at(load + 1) + load * decode.slope / 2  # others have half their steps left

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from protos.steps import AdapterPlacement, Decode, Prefill, SlotOutput, StepResult
+from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
@@ -104,22 +104,16 @@ class Outputs:
             changed_request = self._slots.at(slot)
             if changed_request is not None:
                 self._slots.preempt(changed_request, "fault")
-        for placement in step.plan.place:
-            self._empty_adapter_slot(placement)
-
-    def _empty_adapter_slot(self, placement: AdapterPlacement) -> None:
-        """Restarts the users of an adapter slot with unknown content, unless a later plan has filled it."""
-        adapters = self._slots.adapters
-        if adapters.slot_of(placement.adapter_id) != placement.adapter_slot:
-            return
-        for request in self._slots.users_of(placement.adapter_slot):
-            self._slots.preempt(request, "fault")
-        adapters.forget(placement.adapter_id)
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run; one with a lost grammar waits for its grammar."""
+        """Ends a request that the worker could not run; without its grammar or adapter, it waits for that."""
         request = self._slots.at(slot)
         if request is None:
+            return
+        if isinstance(error, Unavailable) and error.param == "adapter_id" and request.adapter is not None:
+            self._slots.adapters.lost(request.adapter.adapter_id, request.adapter_load)
+            self._slots.release(request)
+            self._owner.requeue(request)
             return
         if isinstance(error, Unavailable) and request.sampling.grammar is not None:
             self._slots.release(request)

@@ -8,7 +8,6 @@ from typing import Final
 from protos.errors import Internal
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -89,7 +88,7 @@ class PlanBuilder:
 
     def build(
         self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None,
-        *, place: Sequence[AdapterPlacement] = (), continues: bool = False,
+        *, continues: bool = False,
     ) -> tuple[StepPlan, bool]:  # fmt: skip
         """Returns the plan and starts the next one.
 
@@ -98,7 +97,6 @@ class PlanBuilder:
             copies: the block copies that come before it.
             suspect: the suspect that the work is for. A suspect is admitted together with its first work, and
                 no other request in the same plan.
-            place: the adapters that the plan's admissions need on the device.
             continues: see :attr:`StepPlan.continues`.
 
         Returns:
@@ -110,7 +108,6 @@ class PlanBuilder:
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
-            place=place,
             admit=self._take_admissions(suspect) if self._admitted else (),
             grow=tuple(self._grown),
             continues=continues,
@@ -156,7 +153,7 @@ def _admission(request: Request) -> Admission:
             for group_id, table in enumerate(request.kv.tables)
         },
         sequence=request.sequence,
-        adapter_slot=request.adapter_slot,
+        adapter_id=request.adapter_load,
         traceparent=request.traceparent,
     )
 

@@ -17,7 +17,7 @@ from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
-from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.policy.learned_times import LearnedTimes
 from scheduler_svc.replica.scheduler import ReplicaOwner
 from scheduler_svc.replica.slots import AdmitResult
@@ -117,7 +117,7 @@ class PoolScheduler:
         """
         self.stats = PoolStats()
         """Counters."""
-        self.adapters = AdapterSlots(0)
+        self.adapters = AdapterSeats(0, 0, clock)
         """None: pooling models run no LoRA adapters."""
         self._shapes = sorted(shapes)
         self._pooled_size = pooled_size

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
-from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import Interleave, outranks, preemption_victim
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
@@ -43,7 +43,7 @@ class ReplicaScheduler:
         self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
         clock: Callable[[], float],
         observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
-        adapter_slots: int = 0,
+        adapters: AdapterSeats | None = None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -56,14 +56,14 @@ class ReplicaScheduler:
             observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
             plans_ahead: whether the worker takes a plan before the last result of the one before.
-            adapter_slots: LoRA adapters that lie on the device at once.
+            adapters: counts the LoRA adapters; None if the worker runs none.
         """
         self.shapes = shapes
         """The static shapes."""
         self.kv = kv
         """The replica's KV memory."""
-        self.adapters = AdapterSlots(adapter_slots)
-        """The adapter slots of the device."""
+        self.adapters = adapters or AdapterSeats(0, 0, clock)
+        """The LoRA adapters that the worker has, and those in use."""
         self.stats = SchedulerStats()
         """Counters."""
         self._owner = owner
@@ -345,9 +345,8 @@ class ReplicaScheduler:
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
         suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
-        place = self.adapters.take_placements(self._plan.next_step)
-        self.stats.count_plan(work is not None, len(place), ahead=bool(self._in_flight))
-        plan, refused = self._plan.build(work, copies, suspect, place=place, continues=continues)
+        self.stats.count_plan(work is not None, ahead=bool(self._in_flight))
+        plan, refused = self._plan.build(work, copies, suspect, continues=continues)
         if refused:
             self._owner.released()  # the next plan has room again
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), suspect is not None, batch))
@@ -442,7 +441,5 @@ class ReplicaScheduler:
         if self._draining or result.void:
             self._draining = bool(self._in_flight)
         self._outputs.apply(step, result)
-        if self.adapters.answered(step.plan):  # an adapter may leave its host now
-            self._owner.released()
         if self._kv_events.active:
             self._kv_events.flush()

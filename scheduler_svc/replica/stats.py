@@ -104,12 +104,6 @@ class SchedulerStats:
     """Requests that waited for a prefix that another request computed."""
     forks: int = 0
     """Sequences that continued from the prompt that another sequence of their request computed."""
-    adapter_placements: int = 0
-    """LoRA adapters copied to the device."""
-    adapter_loads: int = 0
-    """LoRA adapters loaded into the memory of the replica's hosts."""
-    adapter_evictions: int = 0
-    """LoRA adapters whose memory there was freed for others."""
     stall_s: float = 0.0
     """Total seconds for which prefill chunks kept decoding requests waiting between two decode steps."""
     longest_stall_s: float = 0.0
@@ -148,8 +142,7 @@ class SchedulerStats:
         self.step_rows[num_rows] += 1
         self.times.decode.observe(num_rows, seconds)
 
-    def count_plan(self, has_work: bool, num_placements: int, *, ahead: bool) -> None:
+    def count_plan(self, has_work: bool, *, ahead: bool) -> None:
         """Counts a plan that is sent; `ahead` says whether another one is in flight."""
         self.plans += has_work
         self.plans_ahead += has_work and ahead
-        self.adapter_placements += num_placements

@@ -13,9 +13,9 @@ from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.adapter_queue import AdapterHost
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
@@ -173,6 +173,7 @@ class GeneratingReplicas:
             max_logprobs=description.max_logprobs,
             eos_token_ids=description.model.eos_token_ids,
         )
+        lora = description.lora
         make_scheduler = PipelineScheduler if shapes.stages > 1 else ReplicaScheduler
         scheduler = make_scheduler(
             shapes,
@@ -183,7 +184,7 @@ class GeneratingReplicas:
             observe_batch=self._histogram.observe,
             max_lease=min(self._settings.lease_steps, description.max_lease_steps),
             plans_ahead=description.plans_ahead,
-            adapter_slots=description.lora.max_loras if description.lora else 0,
+            adapters=AdapterSeats(lora.max_loras, lora.max_cpu_loras, self._clock) if lora else None,
         )
         scheduler.stats.observe_chunk = self._histogram.observe_chunk
         registry = self._engine.adapters.registry
@@ -192,22 +193,15 @@ class GeneratingReplicas:
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
-        lora = self._adapter_host(replica_id, description, link)
+        def load(adapter: Adapter, load_id: int) -> None:
+            answered = partial(self._engine.adapters.answered, replica_id, adapter, load_id)
+            link.load_adapter(adapter, load_id, lambda: scheduler.adapters.needed, answered)
+
+        loads = AdapterLoads(load, link.unload_adapter) if lora else None
         self._engine.attach(
-            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, lora)
+            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, loads)
         )
         return scheduler
-
-    def _adapter_host(
-        self, replica_id: str, description: WorkerDescription, link: WorkerLink
-    ) -> AdapterHost | None:
-        if description.lora is None:
-            return None
-
-        def load(adapter: Adapter) -> None:
-            link.load_adapter(adapter, partial(self._engine.adapters.answered, replica_id, adapter))
-
-        return AdapterHost(description.lora.max_cpu_loras, load, link.unload_adapter)
 
     def _make_cache(
         self, shapes: ShapeConfig, description: WorkerDescription, num_blocks: tuple[int, ...]

@@ -123,8 +123,8 @@ class Batch:
         for table in self._tables:
             table[slot] = NULL_BLOCK
 
-    def admit(self, request: Admission) -> None:
-        """Puts a request into its slot. Changes nothing if it raises.
+    def admit(self, request: Admission, adapter_slot: int = NO_ADAPTER) -> None:
+        """Puts a request into its slot, with its LoRA adapter's slot. Changes nothing if it raises.
 
         The device's tensors get it with the next `copy_admitted`, which steps and `grow` need.
 
@@ -150,13 +150,12 @@ class Batch:
         check_token_ids(request.sampling, self.sampling.vocabulary.size)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
-        adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot
-        self._adapter_slots[slot] = adapter
+        self._adapter_slots[slot] = adapter_slot
         try:
             stage = self._admitted.add
             stage(slot, _TOKENS, slot * self._tokens.shape[1], request.token_ids)
             stage(slot, _COMPUTED, slot, (request.num_computed_tokens,))
-            stage(slot, _ADAPTERS, slot, (adapter,))
+            stage(slot, _ADAPTERS, slot, (adapter_slot,))
             parameters = self.sampling.set(request)
             stage(slot, _PARAMETERS, slot * len(parameters), parameters)
             for grant in grants:
@@ -260,10 +259,6 @@ class Batch:
     def has_adapters(self, slots: Sequence[int]) -> bool:
         """Whether a LoRA adapter belongs to one of these slots."""
         return any(self._adapter_slots[slot] != NO_ADAPTER for slot in slots)
-
-    def uses_adapter(self, adapter_slot: int) -> bool:
-        """Whether an admitted request has the adapter in this adapter slot."""
-        return adapter_slot in self._adapter_slots
 
     def adapters_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the adapter slots of rows [bucket], int32 [bucket]; `NO_ADAPTER` for the base model."""

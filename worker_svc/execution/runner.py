@@ -9,7 +9,6 @@ import torch
 
 from protos.errors import Internal, TriptychError
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     Decode,
     Pool,
@@ -20,6 +19,7 @@ from protos.steps import (
     without_slots,
 )
 from worker_svc.devices.base import Device, upload
+from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.lockstep import PlanRefused
@@ -161,8 +161,6 @@ class Runner:
         """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
-        for placement in plan.place:
-            self._place(placement)
         refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
             self._refused.discard(request.slot)
@@ -195,20 +193,11 @@ class Runner:
         for slot in range(self._shapes.max_num_seqs):
             self._release(slot)
         if self._adapters is not None:
-            self._adapters.forget_placements()
+            self._adapters.forget_slots()
 
     def close(self) -> None:
         """Drops the captured steps, which reference the runner and would keep the cache's memory in use."""
         self._steps.close()
-
-    def _place(self, placement: AdapterPlacement) -> None:
-        if self._adapters is None:
-            raise Internal("the plan places an adapter, but this worker was started without --enable-lora")
-        if self._batch.uses_adapter(placement.adapter_slot):
-            raise Internal(
-                f"the plan places an adapter in slot {placement.adapter_slot}, which a request uses"
-            )
-        self._adapters.place(placement.adapter_slot, placement.adapter_id)
 
     def _release_all(self, slots: Sequence[int]) -> None:
         """Frees slots: all of them even if the device fails, because later plans give them away."""
@@ -227,17 +216,21 @@ class Runner:
         if self._constraints is not None:
             self._constraints.release(slot)
         self._stage.release(slot)
+        if self._adapters is not None:
+            self._adapters.release(slot)
         self._batch.release(slot)
 
     def _admit(self, request: Admission) -> None:
-        if request.adapter_slot is not None:
-            if self._adapters is None:
-                raise Internal(
-                    "the plan admits a request with an adapter, but this worker was started without --enable-lora"
-                )
-            self._adapters.check_placed(request.adapter_slot)
-        self._batch.admit(request)
+        adapters = self._adapters
+        if request.adapter_id and adapters is None:
+            raise Internal(
+                "the plan admits a request with an adapter, but this worker was started without --enable-lora"
+            )
+        adapter_slot = adapters.place(request.adapter_id) if adapters and request.adapter_id else NO_ADAPTER
+        self._batch.admit(request, adapter_slot)
         try:
+            if adapters and request.adapter_id:
+                adapters.use(request.slot, request.adapter_id)
             self._prompt_logprobs.admit(request)
             if request.sampling.HasField("structured_output"):
                 if self._constraints is None:

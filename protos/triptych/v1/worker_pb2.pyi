@@ -242,8 +242,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    NEEDED_IDS_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.int
-    """Chosen by the scheduler and never used again for other weights. At least 1."""
+    """Names this load. Chosen by the scheduler and never used again, not even for the same adapter. At least 1."""
     name: _builtins.str
     """For logs and errors."""
     source: _builtins.str
@@ -252,6 +253,10 @@ class LoadAdapterRequest(_message.Message):
     """
     revision: _builtins.str
     """The commit at which the scheduler knows the adapter of a Hugging Face id. Empty: what the source names."""
+    @_builtins.property
+    def needed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Other adapters that must stay on the host, because admitted or waiting requests use them."""
+
     def __init__(
         self,
         *,
@@ -259,10 +264,11 @@ class LoadAdapterRequest(_message.Message):
         name: _builtins.str = ...,
         source: _builtins.str = ...,
         revision: _builtins.str = ...,
+        needed_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "revision", b"revision", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "needed_ids", b"needed_ids", "revision", b"revision", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,6 +282,7 @@ class LoadAdapterResponse(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    DISPLACED_IDS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     digest: _builtins.str
     """Hash of the configuration and the weights, hexadecimal. Adapters with equal hashes compute the same."""
@@ -283,6 +290,10 @@ class LoadAdapterResponse(_message.Message):
     """On the host, bytes."""
     revision: _builtins.str
     """The commit that was read, if the source is a Hugging Face id."""
+    @_builtins.property
+    def displaced_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Adapters that left the host for this one. Rank 0 alone decides, so others name none."""
+
     def __init__(
         self,
         *,
@@ -290,10 +301,11 @@ class LoadAdapterResponse(_message.Message):
         digest: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
         revision: _builtins.str = ...,
+        displaced_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "memory_bytes", b"memory_bytes", "rank", b"rank", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "displaced_ids", b"displaced_ids", "memory_bytes", b"memory_bytes", "rank", b"rank", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,7 +636,7 @@ Global___CompileGrammarResponse: _TypeAlias = CompileGrammarResponse  # noqa: Y0
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step. The worker applies `release`, then `copies` in order, `place`, `admit`, `grow`, and then the work."""
+    """One step. The worker applies `release`, then `copies` in order, `admit`, `grow`, and then the work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,7 +649,6 @@ class StepPlan(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
     that the worker has accepted the stream.
@@ -672,10 +683,6 @@ class StepPlan(_message.Message):
     def decode(self) -> Global___Decode: ...
     @_builtins.property
     def pool(self) -> Global___Pool: ...
-    @_builtins.property
-    def place(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterPlacement]:
-        """Adapters to copy from the host to the device before requests are admitted."""
-
     def __init__(
         self,
         *,
@@ -688,41 +695,16 @@ class StepPlan(_message.Message):
         decode: Global___Decode | None = ...,
         pool: Global___Pool | None = ...,
         continues: _builtins.bool = ...,
-        place: _abc.Iterable[Global___AdapterPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "place", b"place", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["prefill", "decode", "pool"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
-
-@_typing.final
-class AdapterPlacement(_message.Message):
-    """An adapter that is on the host of every rank takes an adapter slot, which no admitted request uses."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
-    ADAPTER_ID_FIELD_NUMBER: _builtins.int
-    adapter_slot: _builtins.int
-    adapter_id: _builtins.int
-    def __init__(
-        self,
-        *,
-        adapter_slot: _builtins.int = ...,
-        adapter_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "adapter_slot", b"adapter_slot"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AdapterPlacement: _TypeAlias = AdapterPlacement  # noqa: Y015
 
 @_typing.final
 class BlockCopy(_message.Message):
@@ -768,8 +750,8 @@ class SlotRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
-    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     request_id: _builtins.str
     """For logs."""
@@ -779,10 +761,12 @@ class SlotRequest(_message.Message):
     """How many of `token_ids` are the prompt; penalties and prompt log-probabilities depend on it."""
     num_computed_tokens: _builtins.int
     """Leading tokens whose KV is in the blocks: a prefix hit."""
-    adapter_slot: _builtins.int
-    """Adapter slot of the request's LoRA adapter. Unset: the base model."""
     traceparent: _builtins.str
     """W3C trace context of the request. Empty: the request is not traced."""
+    adapter_id: _builtins.int
+    """LoadAdapterRequest.adapter_id of the request's LoRA adapter, which every rank has loaded. 0: the base model.
+    Admitted requests use at most LoraLimits.max_loras different adapters.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and after a preemption or a lost worker the tokens generated before."""
@@ -809,16 +793,14 @@ class SlotRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         blocks: _abc.Iterable[Global___SlotBlocks] | None = ...,
         pooling: _common_pb2.PoolingParams | None = ...,
-        adapter_slot: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
+        adapter_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
-    _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_slot) -> _WhichOneofReturnType__adapter_slot | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotRequest: _TypeAlias = SlotRequest  # noqa: Y015
 
@@ -1025,6 +1007,7 @@ class WorkerReport(_message.Message):
     GRAMMAR_US_FIELD_NUMBER: _builtins.int
     FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PROCESS_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_PLACEMENTS_FIELD_NUMBER: _builtins.int
     late_graphs: _builtins.int
     """Graphs that were made since the stream began; each made its step wait."""
     grammar_us: _builtins.int
@@ -1033,6 +1016,8 @@ class WorkerReport(_message.Message):
     """Free memory of the device, bytes."""
     process_memory_bytes: _builtins.int
     """Memory of the worker's process on the host, bytes."""
+    adapter_placements: _builtins.int
+    """LoRA adapters that were copied to the device since the stream began."""
     def __init__(
         self,
         *,
@@ -1040,10 +1025,11 @@ class WorkerReport(_message.Message):
         grammar_us: _builtins.int = ...,
         free_memory_bytes: _builtins.int = ...,
         process_memory_bytes: _builtins.int = ...,
+        adapter_placements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_memory_bytes", b"free_memory_bytes", "grammar_us", b"grammar_us", "late_graphs", b"late_graphs", "process_memory_bytes", b"process_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_placements", b"adapter_placements", "free_memory_bytes", b"free_memory_bytes", "grammar_us", b"grammar_us", "late_graphs", b"late_graphs", "process_memory_bytes", b"process_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1071,8 +1057,8 @@ class SlotOutput(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """This slot alone failed. UNAVAILABLE on an admission: the cache lacks the grammar; compile it and admit
-        again.
+        """This slot alone failed. UNAVAILABLE on an admission: the cache lacks the grammar (`param`
+        "structured_output") or the host lacks the adapter ("adapter_id"); have it there and admit again.
         """
 
     @_builtins.property

@@ -1,13 +1,12 @@
 """A device that computes deterministic tokens and checks every plan, and what may kill or fail it."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from protos.errors import TriptychError
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -23,6 +22,9 @@ from protos.steps import (
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.simulated_adapters import SimulatedAdapters
 
 Kind: TypeAlias = Literal["admit", "chunk", "decode"]
 
@@ -125,11 +127,8 @@ class SimulatedDevice:
     """The next plans that fail; they free their slots before."""
     lost: set[int] = field(default_factory=set)
     """Slots whose admission was in a plan that failed before it."""
-    num_adapter_slots: int = 0
-    hosted: Mapping[int, str] = field(default_factory=dict)
-    """The adapters on the host by id, with their weights."""
-    adapters: dict[int, str] = field(default_factory=dict)
-    """By adapter slot: the weights of the adapter in it."""
+    adapters: "SimulatedAdapters | None" = None
+    """Its LoRA adapters, if it runs any."""
     behind: set[int] = field(default_factory=set)
     """Slots whose chunk failed; the next chunk of the prompt, if it was sent already, fails, too."""
 
@@ -139,6 +138,8 @@ class SimulatedDevice:
             self.lost.discard(slot)
             self.refused.discard(slot)
             self.behind.discard(slot)
+            if self.adapters is not None:
+                self.adapters.release(slot)
         try:
             return self._run(plan)
         except StepFailedError:
@@ -154,17 +155,17 @@ class SimulatedDevice:
             raise StepFailedError("the device")
         for copy in plan.copies:
             self._copy(copy)
-        for placement in plan.place:
-            self._place(placement)
         refusals = []
         for admission in plan.admit:
             self._survive("admit", admission, admission.num_computed_tokens)
             error = self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens))
-            if error is not None:
-                self.refused.add(admission.slot)
-                refusals.append(SlotOutput(admission.slot, error=error))
-            else:
+            try:
+                if error is not None:
+                    raise error
                 self._admit(admission)
+            except TriptychError as refusal:
+                self.refused.add(admission.slot)
+                refusals.append(SlotOutput(admission.slot, error=refusal))
         result = self._run_work(plan)
         return self._with_refusals(plan, result, refusals)
 
@@ -233,20 +234,15 @@ class SimulatedDevice:
         assert copy.source_block != NULL_BLOCK_ID != copy.target_block
         self.memory[copy.group_id, copy.target_block] = list(self.memory[copy.group_id, copy.source_block])
 
-    def _place(self, placement: AdapterPlacement) -> None:
-        slot = placement.adapter_slot
-        assert 0 <= slot < self.num_adapter_slots
-        assert placement.adapter_id in self.hosted, "only an adapter on the host can be placed"
-        users = [state for state in self.slots.values() if state.admission.adapter_slot == slot]
-        assert not users, f"adapter slot {slot} is in use"
-        self.adapters[slot] = self.hosted[placement.adapter_id]
-
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
         assert 0 <= admission.slot < self.shapes.max_num_seqs
         assert admission.num_computed_tokens < len(admission.token_ids)
         tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
-        weights = "" if admission.adapter_slot is None else self.adapters[admission.adapter_slot]
+        weights = ""
+        if admission.adapter_id:
+            assert self.adapters is not None
+            weights = self.adapters.admit(admission.slot, admission.adapter_id)
         state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables, weights)
         self.slots[admission.slot] = state
         written = -(-admission.num_computed_tokens // self.shapes.block_size)

@@ -136,6 +136,12 @@ class Harness:
         self.lengths: dict[int, int] = {}
         """The number of computed tokens, by slot."""
 
+    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+        """Loads an adapter into the host's memory."""
+        assert self.adapters is not None
+        self.adapters.reserve(adapter_id)
+        self.adapters.load(adapter_id, folder.name, str(folder))
+
     def run(self, **fields: object) -> list[SlotOutput]:
         """Executes one plan."""
         self._step += 1

