@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
@@ -22,10 +22,8 @@ class _Introduction:
 
     adapter: Adapter
     done: Outcome
-    asked: set[str] = field(default_factory=set)
-    """Replicas that have not answered."""
-    facts: list[LoadedAdapter] = field(default_factory=list)
-    refusals: list[TriptychError] = field(default_factory=list)
+    answers: dict[str, LoadedAdapter | TriptychError | None] = field(default_factory=dict)
+    """By replica; None as long as it has not answered."""
 
 
 class AdapterControl:
@@ -85,10 +83,6 @@ class AdapterControl:
 
     # ---- clients ----
 
-    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
-        """Remembers why an adapter of the settings cannot be served; frees its name if that is `for_good`."""
-        self.registry.refuse(name, error, for_good=for_good)
-
     def resolve(self, name: str, digest: str = "") -> Adapter | None:
         """Returns the adapter that a request names; None for the base model, whose name is empty.
 
@@ -146,9 +140,9 @@ class AdapterControl:
         introduction = _Introduction(adapter, done)
         for replica_id, replica in self._replicas.items():
             if replica.scheduler.adapters.may_need_more:
-                introduction.asked.add(replica_id)
+                introduction.answers[replica_id] = None
                 self._load(replica, adapter)
-        if not introduction.asked:
+        if not introduction.answers:
             self.registry.failed(adapter)
             raise Overloaded(
                 "requests use every adapter that the workers can hold; retry later, or raise --max-cpu-loras",
@@ -167,12 +161,9 @@ class AdapterControl:
         self._retire(adapter.adapter_id)
         self._dispatch()
 
-    def listed(self) -> list[tuple[Adapter, list[str]]]:
-        """Returns the adapters that requests can name, each with the replicas that have it on their host."""
-        return [
-            (adapter, [name for name, one in self._replicas.items() if one.scheduler.adapters.holds(adapter)])
-            for adapter in self.registry
-        ]
+    def holders(self, adapter: Adapter) -> list[str]:
+        """Returns the ids of the replicas that have an adapter on their host."""
+        return [name for name, one in self._replicas.items() if one.scheduler.adapters.holds(adapter)]
 
     # ---- requests ----
 
@@ -287,13 +278,8 @@ class AdapterControl:
             )
             seats.failed(adapter_id, result)
             self._fail_waiting(adapter, result)
-        introduction = self._introductions.get(adapter_id)
-        if introduction is not None and replica_id in introduction.asked:
-            introduction.asked.discard(replica_id)
-            if isinstance(result, LoadedAdapter):
-                introduction.facts.append(result)
-            else:
-                introduction.refusals.append(result)
+        if (introduction := self._introductions.get(adapter_id)) is not None:
+            introduction.answers[replica_id] = result
             self._conclude(introduction)
         self._released()
         self._dispatch()
@@ -321,33 +307,30 @@ class AdapterControl:
     def detached(self, replica_id: str) -> None:
         """Expects no more answers of a lost replica."""
         for introduction in list(self._introductions.values()):
-            if replica_id in introduction.asked:
-                introduction.asked.discard(replica_id)
+            if replica_id in introduction.answers and introduction.answers[replica_id] is None:
+                del introduction.answers[replica_id]
                 self._conclude(introduction)
 
     def _conclude(self, introduction: _Introduction) -> None:
         """Gives a new adapter its name once every replica has answered, or takes it off all of them."""
-        if introduction.asked:
+        adapter, answers = introduction.adapter, list(introduction.answers.values())
+        if None in answers:
             return
-        adapter = introduction.adapter
         del self._introductions[adapter.adapter_id]
-        error = _refusal(adapter, introduction)
+        facts = [answer for answer in answers if isinstance(answer, LoadedAdapter)]
+        error = _refusal(adapter, facts, [answer for answer in answers if isinstance(answer, TriptychError)])
         if error is not None:
             self.registry.failed(adapter)
             self._retire(adapter.adapter_id)
             introduction.done(error)
             return
-        complete, earlier = self.registry.loaded(adapter, introduction.facts[0])
+        complete, earlier = self.registry.loaded(adapter, facts[0])
         if earlier is not None:
             self._retire(earlier.adapter_id)
         self._log.info(
-            "adapter_loaded",
-            name=adapter.name,
-            source=adapter.source,
-            rank=complete.rank,
-            digest=complete.digest,
-            revision=complete.revision,
-        )
+            "adapter_loaded", name=adapter.name, source=adapter.source, rank=complete.rank,
+            digest=complete.digest, revision=complete.revision,
+        )  # fmt: skip
         introduction.done(complete)
 
     def _retire(self, adapter_id: int) -> None:
@@ -370,16 +353,18 @@ class AdapterControl:
                 replica.lora.unload(load_id)
 
 
-def _refusal(adapter: Adapter, introduction: _Introduction) -> TriptychError | None:
+def _refusal(
+    adapter: Adapter, facts: Sequence[LoadedAdapter], refusals: Sequence[TriptychError]
+) -> TriptychError | None:
     """Returns why an adapter that every replica has answered for cannot be served; None if it can."""
     # A client can do most about an error of the first two kinds.
     for kind in (InvalidArgument, NotFound, TriptychError):
-        for refusal in introduction.refusals:
+        for refusal in refusals:
             if isinstance(refusal, kind):
                 return refusal
-    if not introduction.facts:
+    if not facts:
         return Unavailable("the workers that loaded the adapter were lost; retry", retry_after_ms=2000)
-    if len({facts.digest for facts in introduction.facts}) > 1:
+    if len({each.digest for each in facts}) > 1:
         return InvalidArgument(
             f"the workers found different files in {adapter.source!r}; give all of them the same",
             param="source",

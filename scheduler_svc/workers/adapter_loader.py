@@ -60,14 +60,8 @@ class AdapterLoader:
     def _start(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(call, name="adapter call")
         self._calls.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._calls.discard)
         return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._calls.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A bug. It must not end the calls that follow.
-            self._log.error("adapter_call_failed", exc_info=error)
 
     async def _load(
         self, adapter: Adapter, load_id: int, needed: Callable[[], Sequence[int]], answered: LoadAnswer
@@ -77,31 +71,34 @@ class AdapterLoader:
                 adapter_id=load_id, name=adapter.name, source=adapter.source, revision=adapter.revision,
                 needed_ids=needed(),
             )  # fmt: skip
-            answers = await asyncio.gather(*(self._load_on(stub, request) for stub in self._stubs))
-            refusals = [answer for answer in answers if isinstance(answer, TriptychError)]
-            result = refusals[0] if refusals else answers[0]
-            if len({answer.digest for answer in answers if isinstance(answer, LoadedAdapter)}) > 1:
-                result = Internal(f"the ranks of the replica found different files in {adapter.source!r}")
+            calls = (stub.LoadAdapter(request, timeout=LOAD_TIMEOUT_S) for stub in self._stubs)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            result = self._result(adapter, answers)
             if isinstance(result, TriptychError):
                 # Also where a call failed: the worker may still be reading.
                 await self._unload(load_id)
         answered(result)
 
-    async def _load_on(
-        self, stub: "worker_pb2_grpc.WorkerAsyncStub", request: worker_pb2.LoadAdapterRequest
+    def _result(
+        self, adapter: Adapter, answers: Sequence[worker_pb2.LoadAdapterResponse | BaseException]
     ) -> LoadedAdapter | TriptychError:
-        try:
-            answer = await stub.LoadAdapter(request, timeout=LOAD_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return Unavailable(f"the worker did not load the adapter within {LOAD_TIMEOUT_S:g} s; retry")
-            if error.code() is grpc.StatusCode.CANCELLED:
-                return Unavailable("the worker ended the call, as it does when it stops; retry")
-            return from_rpc_error(error)
-        except Exception:  # noqa: BLE001 - any bug; the engine waits for an answer
-            self._log.exception("adapter_call_failed")
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                return self._error(answer)
+        first, *others = (answer for answer in answers if not isinstance(answer, BaseException))
+        if any(other.digest != first.digest for other in others):
+            return Internal(f"the ranks of the replica found different files in {adapter.source!r}")
+        return LoadedAdapter(first.rank, first.digest, first.revision, tuple(first.displaced_ids))
+
+    def _error(self, error: BaseException) -> TriptychError:
+        if not isinstance(error, grpc.aio.AioRpcError):  # a bug; the engine waits for an answer
+            self._log.error("adapter_call_failed", exc_info=error)
             return Internal("calling the worker failed; see the scheduler's log")
-        return LoadedAdapter(answer.rank, answer.digest, answer.revision, tuple(answer.displaced_ids))
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(f"the worker did not load the adapter within {LOAD_TIMEOUT_S:g} s; retry")
+        if error.code() is grpc.StatusCode.CANCELLED:
+            return Unavailable("the worker ended the call, as it does when it stops; retry")
+        return from_rpc_error(error)
 
     async def _unload(self, load_id: int, after: asyncio.Task[None] | None = None) -> None:
         if after is not None:

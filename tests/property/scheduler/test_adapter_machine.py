@@ -75,6 +75,13 @@ class AdapterMachine(SchedulerMachine):
         self.rig.max_cpu_loras = self.rig.adapter_slots + extra
         self.crash(False)
 
+    @precondition(lambda self: self.rig.hosted)
+    @rule(data=st.data())
+    def lose_an_adapter(self, data: st.DataObject) -> None:
+        """One has left the host for another one whose load then failed, so that the scheduler was not told."""
+        assert self.rig.adapters is not None
+        self.rig.adapters.store.unload(data.draw(st.sampled_from(sorted(self.rig.hosted))))
+
     @rule(at_once=st.booleans())
     def loads_take_time(self, at_once: bool) -> None:
         self.rig.loads_at_once = at_once
