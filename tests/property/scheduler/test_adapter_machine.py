@@ -78,7 +78,7 @@ class AdapterMachine(SchedulerMachine):
     @precondition(lambda self: self.rig.hosted)
     @rule(data=st.data())
     def lose_an_adapter(self, data: st.DataObject) -> None:
-        """One has left the host for another one whose load then failed, so that the scheduler was not told."""
+        """One left the host for another one whose load then failed: the scheduler was not told."""
         assert self.rig.adapters is not None
         self.rig.adapters.store.unload(data.draw(st.sampled_from(sorted(self.rig.hosted))))
 
