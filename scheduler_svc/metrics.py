@@ -82,6 +82,9 @@ _COUNTERS: Final = (
     _Family("triptych:kv_blocks_evicted", "Cached KV blocks evicted for other content."),
     _Family("triptych:lora_loads", "LoRA adapters loaded into the memory of the hosts."),
     _Family("triptych:lora_evictions", "LoRA adapters freed there for others."),
+    _Family(
+        "triptych:not_finite_requests", "Requests that failed because the model computed NaN or infinity."
+    ),
     _Family("triptych:lora_placements", "LoRA adapters copied to the device."),
     _Family(
         "triptych:pool_batches",

@@ -120,6 +120,7 @@ def _pool_totals(scheduler: PoolScheduler) -> Totals:
     counts: dict[tuple[str, ...], float] = {
         ("vllm:prompt_tokens",): stats.tokens.total(),
         ("triptych:late_graphs",): stats.report.late_graphs,
+        ("triptych:not_finite_requests",): stats.not_finite,
     }
     for shape, batches in stats.batches.items():
         name = str(shape)
@@ -150,6 +151,7 @@ def _totals(scheduler: ReplicaScheduler) -> Totals:
         ("triptych:deferred_requests",): stats.deferred,
         ("triptych:forked_sequences",): stats.forks,
         ("triptych:forced_tokens",): stats.forced_tokens,
+        ("triptych:not_finite_requests",): stats.not_finite,
         ("triptych:plans",): stats.plans,
         ("triptych:plans_ahead",): stats.plans_ahead,
         ("triptych:stall_seconds",): stats.stall_s,

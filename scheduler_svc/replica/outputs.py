@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
@@ -119,6 +119,9 @@ class Outputs:
             self._slots.release(request)
             self._owner.without_grammar(request)
             return
+        if isinstance(error, NotFinite):
+            self._stats.not_finite += 1
+            error = NotFinite(f"{error.message} for request {request.request_id}")
         self._slots.finish(request, Event(request.request_id, error=error))
 
     # ---- decode steps ----

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from protos.errors import Internal, InvalidArgument, TriptychError
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
@@ -90,6 +90,8 @@ class PoolStats:
     """Seconds from a request's arrival until its first batch."""
     times: LearnedTimes = field(default_factory=LearnedTimes)
     """Seconds that a step takes."""
+    not_finite: int = 0
+    """Requests that failed because the model computed NaN or infinity."""
     report: WorkerReport = field(default_factory=WorkerReport)
     """What the worker reported last."""
 
@@ -369,6 +371,9 @@ class PoolScheduler:
 
     def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:
         """Returns why a row has no valid result; None if it has one."""
+        if output is not None and isinstance(output.error, NotFinite):
+            self.stats.not_finite += 1
+            return NotFinite(f"{output.error.message} for request {request.request_id}")
         if output is not None and output.error is not None:
             return output.error
         count = len(output.pooled) if output is not None else 0

@@ -102,6 +102,8 @@ class SchedulerStats:
     """Preempted requests by reason: "memory", "priority" or "fault"."""
     deferred: int = 0
     """Requests that waited for a prefix that another request computed."""
+    not_finite: int = 0
+    """Requests that failed because the model computed NaN or infinity."""
     forks: int = 0
     """Sequences that continued from the prompt that another sequence of their request computed."""
     stall_s: float = 0.0

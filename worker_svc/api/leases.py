@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from protos.errors import Internal, InvalidArgument, TriptychError
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.service.logs import get_logger
 from protos.step_messages import result_to_proto
@@ -192,9 +192,13 @@ def _refusals(plan: StepPlan, launched: PendingStep) -> Sequence[SlotOutput]:
 
 
 def _one_token_for_each(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
-    """Whether each slot of the plan's work got one token, whatever comes with it."""
+    """Whether each slot of the plan's work got one token, whatever comes with it.
+
+    One whose logits are not finite computes on: the next step may have been launched already.
+    """
     return len(outputs) == len(slots_of(plan.work)) and all(
-        len(output.token_ids) == 1 and output.error is None for output in outputs
+        isinstance(output.error, NotFinite) or (len(output.token_ids) == 1 and output.error is None)
+        for output in outputs
     )
 
 

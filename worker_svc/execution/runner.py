@@ -34,7 +34,7 @@ from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
-from worker_svc.pending_step import PendingStep
+from worker_svc.pending_step import NOT_FINITE, PendingStep
 from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.sampler import compute_logprobs
@@ -257,23 +257,28 @@ class Runner:
             self._stage.pass_on(work, hidden.to(self._device.torch_device))
             return PendingStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
+        # A device that keeps its states to itself has its logits checked alone.
+        is_here = hidden.device == self._device.torch_device
+        finite = hidden[: work.num_tokens].isfinite().all() if is_here else torch.tensor(True)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            if prompt_logprobs:
+            if prompt_logprobs and bool(finite):
                 return PendingStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
-            return self._read_later(positions[:0])
+            return self._read_later(torch.where(finite, 0, NOT_FINITE)[None])
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits, *best = self._steps.logits_and_best(hidden.to(self._device.torch_device)[last])
+        if is_here:
+            logits = logits.where(finite, torch.nan)
         rows = upload([work.slot], self._device.torch_device)
-        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, *best)
+        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, best)
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
-            return self._read_later(selection.tokens[:1])
+            return self._read_later(selection.reported[:1])
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
         return PendingStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
 
     def _read_later(self, tokens: torch.Tensor) -> PendingStep:
-        """Starts to copy tokens to the host; reading none of them waits for the step, too."""
+        """Starts to copy tokens to the host."""
         read = self._device.start_reading(tokens)
         return PendingStep(
             read_tokens=lambda: cast("list[int]", read().tolist()), runs_ahead=self._device.runs_ahead
@@ -288,13 +293,12 @@ class Runner:
             self._stage.pass_on(work, states)
             return PendingStep()
         step = self._steps.decode_step(work.bucket, adapters=adapters)
-        logits, positions, *tokens = step.forward(rows, *given)
-        argmax = tokens[0] if tokens else None
-        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, argmax)
+        logits, positions, *best = step.forward(rows, *given)
+        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, best)
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
-            return self._read_later(selection.tokens[: len(work.slots)])
+            return self._read_later(selection.reported[: len(work.slots)])
         return PendingStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:

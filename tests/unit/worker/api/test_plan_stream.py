@@ -192,7 +192,7 @@ async def test_a_result_that_cannot_be_encoded_ends_the_stream(stream_of: Stream
         await asyncio.Event().wait()
 
     worker = Echo()
-    worker.launch = lambda *_, **__: PendingStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
+    worker.launch = lambda *_, **__: PendingStep(read_tokens=lambda: [1 << 40])  # type: ignore[method-assign]
     stream = stream_of(incoming(), worker)
     with pytest.raises(ValueError, match="range"):
         async with asyncio.timeout(5):
