@@ -131,8 +131,8 @@ class Settings(LinkSecuritySettings):
     """Reuse the KV cache of prompt prefixes that were computed before."""
     sub_block_cache: bool = Field(True)
     """Let a prefix hit end inside a block and copy the start of that block. Otherwise hits end at blocks."""
-    cache_generated_tokens: bool = Field(False)
-    """Also cache generated tokens. A hit on them is not bit-exact with a miss."""
+    cache_generated_tokens: bool = Field(True)
+    """Also cache generated tokens. Where chunks are not exact, they are rounded as decode steps round."""
     keep_windows: Literal["junctions", "ends"] = "junctions"
     """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest
     (junctions), or only those at the ends of prompts and where prompts diverge (ends)."""

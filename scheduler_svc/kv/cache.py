@@ -1,8 +1,10 @@
 """The KV memory of a replica: sequences get, share and free blocks in all KV groups at once."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from protos.steps import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
@@ -20,21 +22,41 @@ from scheduler_svc.kv.prefix_index import KeepJunctions, KeepPolicy, KvStats, Pr
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 
+ChunkStarts = Literal["whole", "anywhere", "exact"]
+"""Where a worker's chunks may begin: at multiples of the chunk, anywhere, or anywhere with the same bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
     """How prefixes are reused."""
 
     prefix_caching: bool = True
-    """Whether finished chunks are indexed and looked up."""
+    """Whether computed tokens are indexed and looked up."""
     sub_block: bool = True
     """Whether a hit may end inside a block; the block's beginning is then copied."""
     cache_generated: bool = False
-    """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill
-    kernels, so a hit on generated tokens is not bit-exact with a miss."""
+    """Whether the output of decode steps is also indexed. Unless ``chunk_starts`` is exact, decode kernels
+    round differently from prefill kernels."""
     copies_blocks: bool = True
     """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing that needs a
     copy is reused: no part of a block, no window in place, and no fork into either."""
+    chunk_starts: ChunkStarts = "whole"
+    """Where the worker's chunks may begin."""
+    finest_hit: int = 32
+    """Tokens between two lengths of a hit if chunks are exact: fewer find little more and cost a key each."""
+
+
+def hit_unit(shapes: ShapeConfig, groups: Sequence[KvGroup], options: CacheOptions) -> int:
+    """Returns the tokens between two possible lengths of a prefix hit.
+
+    A window that slides in place can be resumed only where a chunk ended.
+    """
+    slides = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups)
+    if options.chunk_starts == "exact" and not slides:
+        unit = math.gcd(options.finest_hit, shapes.block_size)
+    else:
+        unit = shapes.chunk
+    return unit if options.sub_block and options.copies_blocks else math.lcm(unit, shapes.block_size)
 
 
 def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroupManager:
@@ -71,7 +93,7 @@ class KvCache:
             first_event: sequence number before the first batch of events.
         """
         self._copies_blocks = options.copies_blocks
-        self._layout = BlockLayout.from_shapes(shapes, sub_block=options.sub_block and options.copies_blocks)
+        self._layout = BlockLayout.from_shapes(shapes, hit_unit(shapes, groups, options))
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )

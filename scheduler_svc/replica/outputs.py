@@ -241,7 +241,7 @@ class Outputs:
             return
         self._prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._shared.reached(request, end, self._in_flight.latest):
+        for waiter in self._shared.reached(request, start, end, self._in_flight.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----

@@ -60,11 +60,6 @@ class ShapeConfig:
         """Most rows of a decode step."""
         return self.max_num_seqs // self.stages
 
-    @property
-    def hash_block_size(self) -> int:
-        """Tokens per prefix key: the smaller of chunk and block size, which divides the larger."""
-        return min(self.chunk, self.block_size)
-
     def check(self, limits: DeviceLimits, groups: Sequence[KvGroup]) -> None:
         """Checks the shapes against each other, the model and the device; refuses the first broken rule."""
         per_stage = f" // {self.stages} pipeline stages" if self.stages > 1 else ""

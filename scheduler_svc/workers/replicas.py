@@ -217,6 +217,7 @@ class GeneratingReplicas:
                 sub_block=settings.sub_block_cache,
                 cache_generated=settings.cache_generated_tokens,
                 copies_blocks=description.copies_blocks,
+                chunk_starts=description.chunk_starts,
             ),
             keep=_KEEP_POLICIES[settings.keep_windows](),
             # Higher than every sequence number that an earlier life of this replica can have used.

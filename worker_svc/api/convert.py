@@ -8,7 +8,7 @@ from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.steps import kind_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from worker_svc.devices.base import BlockCopies
+from worker_svc.devices.base import BlockCopies, ChunkStarts
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
@@ -29,6 +29,11 @@ _BLOCK_COPIES: dict[BlockCopies, worker_pb2.BlockCopies.ValueType] = {
     "none": worker_pb2.BLOCK_COPIES_NONE,
     "tensors": worker_pb2.BLOCK_COPIES_TENSORS,
     "runtime": worker_pb2.BLOCK_COPIES_RUNTIME,
+}
+_CHUNK_STARTS: dict[ChunkStarts, worker_pb2.ChunkStarts.ValueType] = {
+    "whole": worker_pb2.CHUNK_STARTS_WHOLE,
+    "anywhere": worker_pb2.CHUNK_STARTS_ANYWHERE,
+    "exact": worker_pb2.CHUNK_STARTS_EXACT,
 }
 
 _TASKS: "dict[PoolingTask, common_pb2.PoolTask.ValueType]" = {
@@ -187,5 +192,6 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
             first_step_timeout_s=first_step_timeout_s,
             weights_digest=ready.weights_digest,
             block_copies=_BLOCK_COPIES[ready.block_copies],
+            chunk_starts=_CHUNK_STARTS[ready.chunk_starts],
         )
     )

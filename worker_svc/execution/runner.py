@@ -106,6 +106,11 @@ class Runner:
         """Returns every kind of step that plans may ask for."""
         return self._steps.signatures()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token has the same bits in every kind of step; False while graphs are missing."""
+        return all(self.graphs.is_exact(signature) for signature in self._steps.signatures())
+
     @torch.inference_mode()
     def make_graphs(self, progress: Progress) -> None:
         """Makes the graph of every signature.

@@ -16,7 +16,7 @@ from protos.service.logs import get_logger
 from protos.steps import GroupKind, SlotOutput, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.devices import open_device
-from worker_svc.devices.base import BlockCopies, Device
+from worker_svc.devices.base import BlockCopies, ChunkStarts, Device
 from worker_svc.execution.engine import Engine, GenerationEngine, PoolingEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader, rank_facts
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
@@ -61,6 +61,8 @@ class Ready:
     """Equal for workers with the same weights; see `checkpoint.start_digest`."""
     block_copies: BlockCopies
     """How the device copies blocks."""
+    chunk_starts: ChunkStarts = "whole"
+    """Where chunks may begin."""
 
 
 class Worker:
@@ -252,8 +254,14 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._requested = shapes
-        copies = self.device.block_copies(self.groups)
-        self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
+        self._ready = Ready(
+            started,
+            engine.bytes_per_block,
+            phases.seconds,
+            self._digest.result(),
+            self.device.block_copies(self.groups),
+            engine.chunk_starts,
+        )
         return self._ready
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:

@@ -57,6 +57,34 @@ BLOCK_COPIES_RUNTIME: BlockCopies.ValueType  # 3
 """With a call of the device's runtime, which owns the caches."""
 Global___BlockCopies: _TypeAlias = BlockCopies  # noqa: Y015
 
+class _ChunkStarts:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChunkStartsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkStarts.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHUNK_STARTS_UNSPECIFIED: _ChunkStarts.ValueType  # 0
+    """As CHUNK_STARTS_WHOLE."""
+    CHUNK_STARTS_WHOLE: _ChunkStarts.ValueType  # 1
+    """At multiples of the chunk."""
+    CHUNK_STARTS_ANYWHERE: _ChunkStarts.ValueType  # 2
+    """Anywhere; another partition of the prompt may round differently."""
+    CHUNK_STARTS_EXACT: _ChunkStarts.ValueType  # 3
+    """Anywhere; a token's KV and logits have the same bits in any chunk, and in a decode step."""
+
+class ChunkStarts(_ChunkStarts, metaclass=_ChunkStartsEnumTypeWrapper):
+    """Where the prefill chunks of a prompt may begin."""
+
+CHUNK_STARTS_UNSPECIFIED: ChunkStarts.ValueType  # 0
+"""As CHUNK_STARTS_WHOLE."""
+CHUNK_STARTS_WHOLE: ChunkStarts.ValueType  # 1
+"""At multiples of the chunk."""
+CHUNK_STARTS_ANYWHERE: ChunkStarts.ValueType  # 2
+"""Anywhere; another partition of the prompt may round differently."""
+CHUNK_STARTS_EXACT: ChunkStarts.ValueType  # 3
+"""Anywhere; a token's KV and logits have the same bits in any chunk, and in a decode step."""
+Global___ChunkStarts: _TypeAlias = ChunkStarts  # noqa: Y015
+
 @_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -532,6 +560,7 @@ class ConfigureReady(_message.Message):
     FIRST_STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    CHUNK_STARTS_FIELD_NUMBER: _builtins.int
     first_step_timeout_s: _builtins.float
     """How long a step may take that makes its graph, seconds; the first step of each kind may. 0: all graphs are
     made, so no step has more time than others.
@@ -542,6 +571,8 @@ class ConfigureReady(_message.Message):
     """
     block_copies: Global___BlockCopies.ValueType
     """How the worker copies blocks. A device whose runtime owns the caches knows it only once graphs are made."""
+    chunk_starts: Global___ChunkStarts.ValueType
+    """Where chunks may begin, and so where a prefix hit may end. It depends on the kernels of the graphs."""
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks per group, including the null block 0."""
@@ -566,10 +597,11 @@ class ConfigureReady(_message.Message):
         first_step_timeout_s: _builtins.float = ...,
         weights_digest: _builtins.str = ...,
         block_copies: Global___BlockCopies.ValueType = ...,
+        chunk_starts: Global___ChunkStarts.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "bytes_per_block", b"bytes_per_block", "chunk_starts", b"chunk_starts", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

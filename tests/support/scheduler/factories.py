@@ -17,7 +17,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Interleave
@@ -322,7 +322,8 @@ class Rig:
                 self.engine, "replica-0", self.adapter_slots, self.max_cpu_loras, self.sources
             )
         self.device = SimulatedDevice(
-            self.shapes, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
+            self.shapes, self.groups, hit_unit(self.shapes, self.groups, self.options), kills=kills, fails=fails,
+            refuses=refuses, reports=reports,
             adapters=self.adapters.store if self.adapters else None,
         )  # fmt: skip
         make_scheduler = PipelineScheduler if self.shapes.stages > 1 else ReplicaScheduler
@@ -445,8 +446,11 @@ def make_rig(
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
     dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
+    chunk_starts: ChunkStarts = "whole", finest_hit: int = 4,
 ) -> Rig:  # fmt: skip
-    options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
+    options = CacheOptions(
+        prefix_caching, sub_block, cache_generated, copies_blocks, chunk_starts, finest_hit
+    )
     rig = Rig(
         groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, max_lease=max_lease,
         num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,

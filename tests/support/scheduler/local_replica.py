@@ -34,8 +34,9 @@ class LocalReplica:
     def __init__(
         self, model: VllmModel, *, window: GroupKind = GroupKind.PAGED_WINDOW, max_model_len: int = 2048, slots: int = 4,
         chunk: int = 128, block_size: int = 128, buckets: tuple[int, ...] = (1, 2, 4), caching: bool = True,
-        decode_steps_per_chunk: int = 1, kv_bytes: int = 1 << 30,
+        decode_steps_per_chunk: int = 1, kv_bytes: int = 1 << 30, exact: bool = False,
     ) -> None:  # fmt: skip
+        """Makes the graphs first if the worker is to be exact, which it must be then."""
         layers = group_layers(model.description.layers, window)
         kept = 4 if caching else 0
         chunks = prefill_buckets("exp", chunk=chunk, block_size=block_size, minimum=16)
@@ -63,7 +64,12 @@ class LocalReplica:
             5,
             frozenset(),
         )
-        kv = KvCache(shapes, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
+        options = CacheOptions(prefix_caching=caching)
+        if exact:
+            self.runner.make_graphs(lambda *_: None)
+            assert self.runner.is_exact
+            options = replace(options, chunk_starts="exact", cache_generated=True)
+        kv = KvCache(shapes, groups, blocks, model="m", options=options)
         interleave = Interleave(decode_steps_per_chunk)
         self.scheduler = ReplicaScheduler(shapes, kv, self.engine, interleave, clock=time.monotonic)
         self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))

@@ -1,6 +1,7 @@
 """A device that computes deterministic tokens and checks every plan, and what may kill or fail it."""
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -105,6 +106,8 @@ class SimulatedDevice:
 
     shapes: ShapeConfig
     groups: Sequence[KvGroup] = (KvGroup(GroupKind.FULL),)
+    hit_unit: int = 0
+    """Tokens between two possible lengths of a prefix hit; 0 for those of a chunk."""
     slots: dict[int, _Slot] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     prefilled: int = 0
@@ -211,7 +214,8 @@ class SimulatedDevice:
         if chunk.slot in self.behind:
             raise StepFailedError(state.admission.request_id)
         assert start == state.computed
-        assert start % self.shapes.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
+        unit = math.gcd(self.hit_unit, self.shapes.chunk)
+        assert start % unit == 0 or self.jump, "chunks begin where a prefix hit or another chunk may end"
         assert chunk.bucket in self.shapes.chunk_sizes
         assert 1 <= num_tokens <= chunk.bucket
         self.ran.add(("prefill", chunk.bucket))

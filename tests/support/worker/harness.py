@@ -1,5 +1,6 @@
 """Drives a runner without a scheduler: allocates blocks, prefills in chunks, decodes in one batch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -172,18 +173,21 @@ class Harness:
         slot: int,
         token_ids: Sequence[int],
         sampling: common_pb2.SamplingParams = GREEDY,
+        starts: Sequence[int] = (),
         **fields: Any,
     ) -> SlotOutput:
-        """Admits a request and runs its chunks; returns its first token with all prompt log-probabilities."""
+        """Admits a request and runs its chunks, which begin at `starts`, or are whole but the last.
+
+        Returns its first token with all prompt log-probabilities.
+        """
         admission = [self.admit(slot, token_ids, sampling, **fields)]
-        chunk = self.shapes.chunk
         outputs: list[SlotOutput] = []
         prompt_logprobs: list[common_pb2.TokenLogprobs] = []
-        for start in range(0, len(token_ids), chunk):
-            count = min(chunk, len(token_ids) - start)
-            last = start + count == len(token_ids)
-            bucket = chunk_for(len(token_ids) - start, self.shapes.chunk_sizes)
-            outputs = self.run(admit=admission, work=Prefill(slot, start, count, last, bucket))
+        bounds = [*(starts or range(0, len(token_ids), self.shapes.chunk)), len(token_ids)]
+        for start, end in itertools.pairwise(bounds):
+            last = end == len(token_ids)
+            bucket = chunk_for(end - start, self.shapes.chunk_sizes)
+            outputs = self.run(admit=admission, work=Prefill(slot, start, end - start, last, bucket))
             admission = []
             prompt_logprobs += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)

@@ -148,8 +148,23 @@ def test_hits_end_at_chunk_boundaries() -> None:
     assert sink.events[0].num_cached_tokens == 8
 
 
-def test_generated_tokens_are_not_indexed() -> None:
-    """Decode graphs computed their KV, so a hit on them would not be bit-exact with a miss."""
+def test_hits_end_anywhere_with_exact_chunks() -> None:
+    """Also inside a block and a chunk, after generated tokens."""
+    rig = make_rig(
+        make_shapes(chunk=8, block_size=4), chunk_starts="exact", finest_hit=2, cache_generated=True
+    )
+    first = rig.submit(make_submission(range(20, 31), request_id="a", max_tokens=4))
+    rig.run()
+    prompt = [*range(20, 31), *first.tokens, 90]
+    sink = rig.submit(make_submission(prompt, request_id="b", max_tokens=5))
+    rig.run()
+    # The last generated token was not computed.
+    assert sink.events[0].num_cached_tokens == 14
+    assert sink.tokens == expected_tokens(prompt, 5)
+
+
+def test_generated_tokens_may_be_left_out() -> None:
+    """A hit then ends where the prompt was prefilled."""
     rig = make_rig()
     sink = rig.submit(make_submission([5, 6, 7, 8], request_id="a", max_tokens=20))
     rig.run()
