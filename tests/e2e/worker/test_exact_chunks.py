@@ -48,20 +48,20 @@ def _said(output: SlotOutput) -> tuple[list[int], str]:
     return list(output.token_ids), repr(output.logprobs)
 
 
-def _check(harness: Harness, **fields: int) -> None:
+def _check(harness: Harness, adapter_slot: int | None = None) -> None:
     """Compares partitions of a prompt, and of what the model goes on to say."""
     assert harness.runner.is_exact
-    whole = harness.prefill(0, PROMPT, REPORTED, **fields)
+    whole = harness.prefill(0, PROMPT, REPORTED, adapter_slot=adapter_slot)
     kv = _kv(harness, 0)
     for slot, starts in enumerate(PARTITIONS, 1):
-        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, **fields)) == _said(whole)
+        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, adapter_slot=adapter_slot)) == _said(whole)
         assert all(map(torch.equal, _kv(harness, slot), kv))
     outputs = [whole]
     for count in range(40):
         outputs.append(harness.decode((0, 1, 2)[: 3 if count % 2 else 1])[0])
         assert _said(outputs[-1])[0]
     # The last token that a step said is not computed yet.
-    again = harness.prefill(3, [*PROMPT, *tokens_of(outputs[:-1])], REPORTED, **fields)
+    again = harness.prefill(3, [*PROMPT, *tokens_of(outputs[:-1])], REPORTED, adapter_slot=adapter_slot)
     assert _said(again) == _said(outputs[-1])
     assert all(map(torch.equal, _kv(harness, 3), _kv(harness, 0)))
 
