@@ -51,11 +51,12 @@ def hit_unit(shapes: ShapeConfig, groups: Sequence[KvGroup], options: CacheOptio
 
     A window that slides in place can be resumed only where a chunk ended.
     """
-    slides = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups)
-    if options.chunk_starts == "exact" and not slides:
-        unit = math.gcd(options.finest_hit, shapes.block_size)
-    else:
+    if options.chunk_starts == "whole" or any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups):
         unit = shapes.chunk
+    elif options.chunk_starts == "anywhere":
+        unit = shapes.chunk_sizes[0]
+    else:
+        unit = math.gcd(options.finest_hit, shapes.block_size)
     return unit if options.sub_block and options.copies_blocks else math.lcm(unit, shapes.block_size)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts
+from scheduler_svc.shapes.buckets import prefill_buckets
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.bench.support.report import parser, report
 from tests.support.scheduler import vllm_peer
@@ -110,7 +111,8 @@ def _vllm(num_tokens: int) -> vllm_peer.KvCachePeer:
 
 
 def _ours(contender: Contender, num_tokens: int) -> KvCacheDriver:
-    shapes = ShapeConfig(MAX_LEN, 1, contender.chunk, _BLOCK, (1,))
+    sizes = prefill_buckets("exp", chunk=contender.chunk, block_size=_BLOCK, minimum=64)
+    shapes = ShapeConfig(MAX_LEN, 1, contender.chunk, _BLOCK, (1,), prefill_buckets=sizes)
     options = CacheOptions(chunk_starts=contender.starts, cache_generated=contender.generated)
     return KvCacheDriver((None,), shapes, num_tokens // _BLOCK, options)
 

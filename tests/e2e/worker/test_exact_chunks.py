@@ -54,7 +54,9 @@ def _check(harness: Harness, adapter_slot: int | None = None) -> None:
     whole = harness.prefill(0, PROMPT, REPORTED, adapter_slot=adapter_slot)
     kv = _kv(harness, 0)
     for slot, starts in enumerate(PARTITIONS, 1):
-        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, adapter_slot=adapter_slot)) == _said(whole)
+        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, adapter_slot=adapter_slot)) == _said(
+            whole
+        )
         assert all(map(torch.equal, _kv(harness, slot), kv))
     outputs = [whole]
     for count in range(40):

@@ -82,8 +82,12 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.shapes, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
         )
         slides = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in self.groups)
-        anywhere = self.options.chunk_starts == "exact" and not slides
-        self.unit = min(self.options.finest_hit, self.shapes.block_size) if anywhere else self.shapes.chunk
+        units = {
+            "whole": self.shapes.chunk,
+            "anywhere": min(self.shapes.chunk_sizes),
+            "exact": min(self.options.finest_hit, self.shapes.block_size),
+        }
+        self.unit = units["whole" if slides else self.options.chunk_starts]
         if not (self.options.sub_block and self.options.copies_blocks):
             self.unit = max(self.unit, self.shapes.block_size)
         hash_block_size = min(self.unit, self.shapes.block_size)
