@@ -41,7 +41,8 @@ def simulate(
         replicas: number of workers, if `times` does not say.
 
     Returns:
-        The figures, as `triptych simulate --json` writes them: seconds, shares from 0 to 1 and counts.
+        The figures of `triptych simulate --json` (seconds, shares from 0 to 1 and counts), and the curves of
+        `--svg`.
 
     Raises:
         ConfigurationRefused: the settings contradict each other, or a request can never be served.
@@ -206,6 +207,7 @@ class Simulation:
         for tally in measures.tenants.values():
             total.add(tally)
         computed, padded = (sum(getattr(one, name) for one in workers) for name in ("computed", "padded"))
+        names = sorted(measures.tenants) if len(measures.tenants) > 1 else []
         return {
             **total.figures(span_s),
             "span_s": span_s,
@@ -215,6 +217,7 @@ class Simulation:
             "kv_uncomputed_share": self._uncomputed / self._allocated if self._allocated else 0.0,
             "utilization": sum(one.busy_s for one in workers) / (span_s * len(workers)) if span_s else 0.0,
             "padding_share": padded / (computed + padded) if computed else 0.0,
+            "curves": {"all": total.curves(), **{name: measures.tenants[name].curves() for name in names}},
             "tenants": {name: tally.figures(span_s) for name, tally in sorted(measures.tenants.items())},
         }
 
