@@ -27,6 +27,10 @@ from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 MOST_GRAMMAR_LOSSES: Final = 32
 """Admissions in a row for which workers lack the grammar that they compiled. Under pressure two are usual."""
 
+RECLAIM_AFTER_S: Final = 1.0
+"""Seconds that the next request waits before it may take another tenant's place, and between two such times.
+Places that become free by themselves are mostly sooner."""
+
 
 class Engine:
     """Enqueues requests, dispatches them to replicas and aborts them."""
@@ -57,6 +61,8 @@ class Engine:
         """Requests that the queue refused, by the limit that they would have exceeded."""
         # The head of the queue when it found no room. Dispatch stops there until something is released.
         self._blocked: Request | None = None
+        # From when on a tenant far below its share may take a place from others.
+        self._next_reclaim_s = clock()
         # Whether skipped requests may find room now.
         self._retry_skipped = False
         self._order = order
@@ -245,15 +251,23 @@ class Engine:
         """
         if self._live.failed:
             self._abort_failed()
+        now = self._clock()
+        may_reclaim = bool(self.waiting) and now >= self._next_reclaim_s
+        if may_reclaim:
+            self._next_reclaim_s = now + RECLAIM_AFTER_S
+            self.released()
         if self._retry_skipped:
             self._retry_skipped = False
             self._placer.clear_claims()
             self.waiting.bring_back()
-        while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
+        while self.waiting and (head := self.waiting.peek(now)) is not None:
             if self._blocked is head:
                 return
             try:
                 settled = self._placer.settle(head)
+                if not settled and may_reclaim and now >= head.waits_since_s + RECLAIM_AFTER_S:
+                    may_reclaim = False
+                    settled = self._placer.reclaim(head, self.waiting.tenants.shares(self._tenants_running()))
             except Exception as error:  # noqa: BLE001 - any bug
                 # It must cost this request alone. Otherwise every replica would meet it in turn and be lost.
                 self._log.exception("placing_failed", request=head.request_id)
@@ -272,6 +286,9 @@ class Engine:
             else:
                 self._blocked = head
                 return
+
+    def _tenants_running(self) -> set[str]:
+        return {one.tenant for one in self._live if one.slot is not None}
 
     # ---- calls from replicas, see ReplicaOwner ----
 

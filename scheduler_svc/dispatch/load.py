@@ -81,7 +81,7 @@ def memory_of(kv: KvCache) -> ReplicaMemory:
     return ReplicaMemory(kv.usage, groups, kv.block_size, kv.caches_prefixes)
 
 
-PREEMPTION_REASONS: Final = ("memory", "priority", "fault")
+PREEMPTION_REASONS: Final = ("memory", "priority", "share", "fault")
 
 
 @dataclass(slots=True)

@@ -1,12 +1,13 @@
 """Placement of the next waiting request: on the best replica that has room for it or can make room."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.learned_times import LinearTime
+from scheduler_svc.policy.rules import below_share, outranks
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
@@ -81,12 +82,27 @@ class Placer:
 
         Returns whether it did.
         """
-        # Stay with this request until it is placed. A preempted request may be the queue's head by age and
-        # would otherwise take its slot back again and again.
-        while not self._place(request):
-            if not self._preempt_for(request):
-                return False
-        return True
+        return self._place(request) or (self._preempt_for(request) and self._place(request))
+
+    def reclaim(self, request: Request, shares: Mapping[str, float]) -> bool:
+        """Admits a request of a tenant far below its share, in the place of others; see `below_share`.
+
+        Returns whether it did.
+        """
+        running = [
+            (one, replica.scheduler.footprint(one) / len(self.replicas))
+            for replica in self.replicas.values()
+            if isinstance(replica.scheduler, ReplicaScheduler)
+            for one in replica.scheduler.running
+        ]
+        leaving = below_share(request, running, shares)
+        places = dict.fromkeys(one.replica_id for one in leaving)
+        able = dict(self._candidates(request))
+        return any(
+            self._preempt_on(able[name], request, [one for one in leaving if one.replica_id == name], "share")
+            for name in places
+            if name in able
+        ) and self._place(request)
 
     def skip(self, request: Request) -> bool:
         """Lets other requests pass one that found no room, if it blocks a replica that it cannot use.
@@ -245,7 +261,7 @@ class Placer:
         return waits_s + own_s * (1 + load + _LATER * usual_load) + num_steps * step_s
 
     def _preempt_for(self, request: Request) -> bool:
-        """Preempts the least urgent running request if the waiting one is more urgent."""
+        """Makes room by preempting the least urgent running requests, if the waiting one is more urgent."""
         candidates = [
             (least, replica)
             for _, replica in self._candidates(request)
@@ -253,10 +269,21 @@ class Placer:
         ]
         candidates.sort(key=lambda item: item[0], reverse=True)
         for _, replica in candidates:
-            if replica.scheduler.preempt_for(request):
-                replica.wake()
+            assert isinstance(replica.scheduler, ReplicaScheduler)
+            lesser = [one for one in replica.scheduler.running if outranks(request, one)]
+            lesser.sort(key=lambda one: one.rank, reverse=True)
+            if self._preempt_on(replica, request, lesser, "priority"):
                 return True
         return False
+
+    def _preempt_on(
+        self, replica: AttachedReplica, request: Request, candidates: list[Request], reason: str
+    ) -> bool:
+        assert isinstance(replica.scheduler, ReplicaScheduler)
+        if not replica.scheduler.preempt_for(request, candidates, reason):
+            return False
+        replica.wake()
+        return True
 
 
 def _load(replica: AttachedReplica) -> int:

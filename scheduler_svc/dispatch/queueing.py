@@ -209,7 +209,7 @@ class Queues:
     def wait(self, *requests: Request) -> None:
         """Adds requests that have their grammars."""
         for request in requests:
-            request.state = RequestState.WAITING
+            request.state, request.waits_since_s = RequestState.WAITING, self._clock()
             self.waiting.add(request)
             if request.trace is not None:
                 request.trace.waits("queue", self._clock())

@@ -1,6 +1,7 @@
 """The KV memory of a replica: sequences get, share and free blocks in all KV groups at once."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -151,14 +152,41 @@ class KvCache:
             low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
         return low
 
-    def could_admit(self, sequence: SequenceKv, leaving: Sequence[SequenceKv]) -> bool:
-        """Whether the sequence might fit if others left. An estimate: True does not guarantee enough room."""
-        shared = self.prefixes.peek(sequence) // self._layout.block_size
-        return all(
-            group.most_blocks(len(sequence.token_ids) + 1) - shared
-            <= group.pool.num_free + sum(one.tables[group_id].num_live for one in leaving)
-            for group_id, group in enumerate(self.groups)
+    def share_of(self, sequence: SequenceKv) -> float:
+        """Returns the share of blocks that a sequence holds, in the group where it is largest, 0 to 1."""
+        return max(
+            table.num_live / pool.num_blocks for table, pool in zip(sequence.tables, self._pools, strict=True)
         )
+
+    def num_to_leave(
+        self, sequence: SequenceKv, others: Sequence[SequenceKv], at_least: int = 0
+    ) -> int | None:
+        """Returns how many of `others`, the first ones, must leave so that the sequence fits for certain.
+
+        A block becomes free only when all its users leave.
+
+        Returns:
+            At least `at_least`; None if not even all others are enough.
+        """
+        keys, limit = self.prefixes.lookup_keys(sequence)
+        hit = self.prefixes.longest_hit(keys, limit)
+        while rest := hit % self._layout.hash_blocks_per_block:
+            hit = self.prefixes.longest_hit(keys, hit - rest)  # see `admit`
+        taken, _, short = self._demand(sequence, keys, hit)
+        users = [Counter[Block]() for _ in self.groups]
+        found = None
+        for count in range(len(others) + 1):
+            if count >= at_least and all(blocks <= 0 for blocks in short):
+                found = count
+                break
+            if count == len(others):
+                break
+            for group_id, table in enumerate(others[count].tables):
+                for block in table.live:
+                    users[group_id][block] += 1
+                    short[group_id] -= users[group_id][block] == block.ref_count
+        self._release_hit(taken)
+        return found
 
     def capacity(self, sequence: SequenceKv, limit: int) -> int:
         """Returns how many tokens, at most ``limit``, the blocks of the sequence have room for."""
@@ -192,21 +220,11 @@ class KvCache:
 
     def _admit_at(self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int) -> bool:
         """Admits a sequence resumed after ``hit`` hash blocks; False if there is not enough room."""
-        hit_tokens = hit * self._layout.hash_block_size
-        known = len(sequence.token_ids)
-        taken = [group.take_hit(keys, hit) for group in self.groups]
-        missing = [
-            max(group.blocks_at_start(known, hit_tokens) - len(table.blocks), 0)
-            for group, (table, _) in zip(self.groups, taken, strict=True)
-        ]
-        # A paged window needs its full room soon; without it, the sequence would be admitted only to be
-        # preempted.
-        if any(
-            max(count, group.most_blocks(known + 1) - len(table.live)) > group.pool.num_free
-            for group, (table, _), count in zip(self.groups, taken, missing, strict=True)
-        ):
+        taken, missing, short = self._demand(sequence, keys, hit)
+        if any(blocks > 0 for blocks in short):
             self._release_hit(taken)
             return False
+        hit_tokens = hit * self._layout.hash_block_size
         for group_id, (group, (table, source), count) in enumerate(
             zip(self.groups, taken, missing, strict=True)
         ):
@@ -218,9 +236,28 @@ class KvCache:
         sequence.tables = [table for table, _ in taken]
         sequence.num_computed = sequence.num_cached = sequence.num_indexed = hit_tokens
         sequence.cache_epoch = self.prefixes.epoch
-        self.stats.queried_tokens += known
+        self.stats.queried_tokens += len(sequence.token_ids)
         self.stats.hit_tokens += hit_tokens
         return True
+
+    def _demand(
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int
+    ) -> tuple[list[tuple[Table, Block | None]], list[int], list[int]]:
+        """References the blocks of a hit of ``hit`` hash blocks.
+
+        Returns:
+            By group: the hit, the blocks to allocate now, and how many more must be free than are (0 or less
+            if enough are). A paged window needs its full room soon; without it, the sequence would be
+            admitted only to be preempted.
+        """
+        known, hit_tokens = len(sequence.token_ids), hit * self._layout.hash_block_size
+        taken = [group.take_hit(keys, hit) for group in self.groups]
+        missing, short = [], []
+        for group, (table, _) in zip(self.groups, taken, strict=True):
+            missing.append(max(group.blocks_at_start(known, hit_tokens) - len(table.blocks), 0))
+            soon = group.most_blocks(known + 1) - table.num_live
+            short.append(max(missing[-1], soon) - group.pool.num_free)
+        return taken, missing, short
 
     def grow(self, sequence: SequenceKv, num_tokens: int) -> list[tuple[int, tuple[int, ...]]] | None:
         """Makes room for tokens up to ``num_tokens``, after freeing blocks that no later query sees.

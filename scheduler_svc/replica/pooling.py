@@ -178,11 +178,6 @@ class PoolScheduler:
         self._add(request)
         return AdmitResult.ADMITTED
 
-    def preempt_for(self, request: Request) -> bool:
-        """Returns False: a batch is one step and cannot be cut short."""
-        del request
-        return False
-
     def stop(self, request: Request, event: Event) -> None:
         """Ends a request of the batch with its last event; the result of its row will be dropped."""
         assert request.slot is not None

@@ -12,7 +12,7 @@ from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Interleave, outranks, preemption_victim
+from scheduler_svc.policy.rules import Interleave, preemption_victim
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
@@ -132,6 +132,11 @@ class ReplicaScheduler:
         return bool(self._in_flight)
 
     @property
+    def running(self) -> list[Request]:
+        """The requests that have a slot."""
+        return self._slots.requests
+
+    @property
     def least_urgent(self) -> int | None:
         """The priority of the least urgent running request."""
         return self._slots.least_urgent
@@ -183,20 +188,33 @@ class ReplicaScheduler:
         """Ends a request that runs or is deferred here with its last event; the next plan frees its slot."""
         self._slots.finish(request, event)
 
-    def preempt_for(self, request: Request) -> bool:
-        """Preempts a running request that is less urgent than the waiting one, if that could help.
+    def preempt_for(self, request: Request, candidates: Sequence[Request], reason: str) -> bool:
+        """Preempts the first of some running requests, as few as make the waiting one fit for certain.
 
         Returns:
-            Whether a request was preempted; :meth:`admit` may still find too little room.
+            Whether there is room now; nothing is preempted if not all of them would be enough.
         """
         if not self._plan.has_room(request) or not self.fits(request):
             return False
-        lesser = [one for one in self._slots.requests if outranks(request, one)]
-        victim = preemption_victim(self._slots.in_the_way(request, lesser))
-        if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser]):
+        users: Sequence[Request] = ()
+        if not self.adapters.has_room(request.adapter, request.rank):
+            # If the adapter is in use, a request that ranks before this one waits for its seat.
+            found = None if self.adapters.uses(request.adapter) else self._slots.fewest_users(candidates)
+            if found is None:
+                return False
+            users = found
+        order = [*users, *(one for one in candidates if one not in users)]
+        least = max(len(users), int(self._slots.full))
+        if least > len(order):
             return False
-        self._slots.preempt(victim, "priority")
-        return True
+        count = self.kv.num_to_leave(request.kv, [one.kv for one in order], least)
+        for one in order[: count or 0]:
+            self._slots.preempt(one, reason)
+        return count is not None
+
+    def footprint(self, request: Request) -> float:
+        """Returns the share of the replica that a running request occupies: of its slots or its memory."""
+        return max(1 / self.shapes.max_num_seqs, self.kv.share_of(request.kv))
 
     def abandon(self, loss: Loss) -> Abandoned:
         """Takes all requests off a lost replica; the loss may make suspects of those in unanswered steps."""

@@ -2,7 +2,7 @@
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from protos.errors import Internal
@@ -110,22 +110,14 @@ class Slots:
         """Returns the request in a slot."""
         return self._slots[slot]
 
-    def in_the_way(self, request: Request, lesser: Collection[Request]) -> Collection[Request]:
-        """Returns the requests, of some `lesser` ones, that could make way for a waiting request.
-
-        If too many adapters are in use, these are the users of the one with the fewest, all of them lesser.
-        """
-        if self.adapters.has_room(request.adapter, request.rank):
-            return lesser
-        if self.adapters.uses(request.adapter):
-            return ()  # a request that ranks before this one waits for the seat
+    def fewest_users(self, candidates: Collection[Request]) -> Sequence[Request] | None:
+        """Returns the users of the adapter with the fewest, all of them `candidates`; None without."""
         users: dict[int, list[Request]] = {}
         for one in self.requests:
             if one.adapter is not None:
                 users.setdefault(one.adapter.adapter_id, []).append(one)
-        return min(
-            (each for each in users.values() if all(one in lesser for one in each)), key=len, default=()
-        )
+        able = (each for each in users.values() if all(one in candidates for one in each))
+        return min(able, key=len, default=None)
 
     # ---- getting a slot ----
 

@@ -199,6 +199,8 @@ class Request:
     """Order of arrival; unique."""
     arrival_s: float
     """Clock reading at arrival, seconds. A resumed request keeps its age."""
+    waits_since_s: float = field(default=0.0, init=False)
+    """Clock reading since which the request waits for a slot, or waited for the last one."""
     sink: Sink
     """Receives the events."""
     stop: StopRule
