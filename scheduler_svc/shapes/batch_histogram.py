@@ -69,7 +69,7 @@ class RecordedBatches:
         )
         if not (isinstance(model, str) and isinstance(prefill, dict)):
             raise DamagedHistogram("a field is missing")
-        if not _is_count(block_size := prefill.get("block_size")):
+        if not _is_count(block_size := prefill.get("block_size", 0)):
             raise DamagedHistogram("the block size is not a positive number")
         return cls(model, *_usage(data), *_usage(prefill), block_size)
 
