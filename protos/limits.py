@@ -65,3 +65,6 @@ MAX_BAD_WORD_LENGTH: Final = 200
 
 MAX_CONCURRENT_RPCS: Final = 4096
 """Default of the services' ``--max-concurrent-rpcs``."""
+
+MAX_RANKS: Final = 1024
+"""Ranks of a replica."""

@@ -24,16 +24,6 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPlacement:
-    """Copies a LoRA adapter from the host to the device."""
-
-    adapter_slot: int
-    """Which of the device's adapter slots it takes; no admitted request uses that slot."""
-    adapter_id: int
-    """An adapter that is loaded on the host of every rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """Gives a request a slot. Later plans name the slot only."""
 
@@ -53,8 +43,8 @@ class Admission:
     """How many of ``token_ids`` are the prompt; None for all."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
-    adapter_slot: int | None = None
-    """Adapter slot of the request's LoRA adapter; None for the base model."""
+    adapter_id: int = 0
+    """The load of the request's LoRA adapter on the worker; 0 for the base model."""
     traceparent: str = ""
     """The span that the worker's spans of the request belong to; empty: it is not traced."""
 
@@ -81,9 +71,11 @@ class Prefill:
     start: int
     """Position of the chunk's first token; equals the slot's computed tokens."""
     num_tokens: int
-    """Real tokens; the graph pads the rest of the chunk."""
+    """Real tokens; the rest of the bucket is padding."""
     sample: bool
     """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    bucket: int = 0
+    """Tokens of the graph; 0 for the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +145,6 @@ class StepPlan:
     release: Sequence[int] = ()
     """Slots to free."""
     copies: Sequence[BlockCopy] = ()
-    place: Sequence[AdapterPlacement] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
     interrupts: bool = False

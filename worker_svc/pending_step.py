@@ -2,9 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from protos.errors import InvalidArgument, NotFinite
 from protos.step_messages import one_token_each
-from protos.steps import SlotOutput, StepResult, Work, slots_of
+from protos.steps import Prefill, SlotOutput, StepResult, Work, slots_of
+
+NO_TOKEN: Final = -1
+"""In place of a token: the request's parameters exclude all of them."""
+NOT_FINITE: Final = -2
+"""In place of a token: the model computed NaN or infinity."""
+
+
+def output_of(slot: int, token: int) -> SlotOutput:
+    """Returns the output of a slot for which a step gave a token, or a mark in its place."""
+    if token == NOT_FINITE:
+        return SlotOutput(slot, error=NotFinite("the model computed NaN or infinity"))
+    if token < 0:
+        message = (
+            "no token is left to sample: allowed_token_ids, bad_words and logit_bias exclude all of them"
+        )
+        return SlotOutput(slot, error=InvalidArgument(message))
+    return SlotOutput(slot, (token,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +38,7 @@ class PendingStep:
     """The outputs of the work, if the host had to know them to complete the step."""
     read_tokens: Callable[[], Sequence[int]] | None = None
     """Otherwise a function that waits for the step and returns its tokens: one for each slot of its work, or
-    none if the work samples none."""
+    a mark in its place. A chunk that samples none has any token, or a mark."""
     read_result: Callable[[], StepResult] | None = None
     """Otherwise a function that waits for the step's result, which another rank computes."""
     runs_ahead: bool = False
@@ -36,7 +55,11 @@ class PendingStep:
             result = self.read_result()
             return result.token_ids, result.outputs
         if self.read_tokens is not None:
-            return self.read_tokens(), ()
+            tokens = self.read_tokens()
+            if tokens and min(tokens) < 0:
+                pairs = zip(slots_of(self.work), tokens, strict=True)
+                return (), [output_of(slot, token) for slot, token in pairs]
+            return () if isinstance(self.work, Prefill) and not self.work.sample else tokens, ()
         tokens = one_token_each(self.work, self.outputs)
         return tokens, () if tokens else self.outputs
 

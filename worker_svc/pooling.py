@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from protos.errors import Internal
+from protos.errors import Internal, NotFinite
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, without_slots
 from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import (
@@ -351,5 +351,5 @@ def _output(slot: int, row: torch.Tensor) -> SlotOutput:
     values: list[float] = row.flatten().tolist()
     # A sum of float32 values in float64 is finite unless one of them is not.
     if not math.isfinite(sum(values)):
-        return SlotOutput(slot, (), error=Internal("the model's result for this request is not finite"))
+        return SlotOutput(slot, (), error=NotFinite("the model computed NaN or infinity"))
     return SlotOutput(slot, (), pooled=values)

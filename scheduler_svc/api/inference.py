@@ -393,7 +393,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             adapter = await self.loras.load(request.name, request.source, in_place=request.load_inplace)
         except TriptychError as error:
             await abort(context, error)
-        return lora_to_proto(adapter, self.loras.replicas_of(adapter))
+        return lora_to_proto(adapter, self._engine.adapters.holders(adapter))
 
     async def UnloadLora(
         self, request: inference_pb2.UnloadLoraRequest, context: Context
@@ -409,9 +409,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListLorasRequest, context: Context
     ) -> inference_pb2.ListLorasResponse:
         """Lists the LoRA adapters that requests can name."""
-        loras = [
-            lora_to_proto(adapter, replica_ids) for adapter, replica_ids in self._engine.adapters.listed()
-        ]
+        adapters = self._engine.adapters
+        loras = [lora_to_proto(adapter, adapters.holders(adapter)) for adapter in adapters.registry]
         return inference_pb2.ListLorasResponse(loras=loras)
 
     async def _served(self, context: Context) -> ServedFiles:

@@ -87,7 +87,7 @@ class PrefixControl:
         scheduler = self._replicas[replica_id].scheduler
         if isinstance(scheduler, PoolScheduler):
             return
-        forward = partial(_forward, follower.listener, replica_id, scheduler.shapes.hash_block_size)
+        forward = partial(_forward, follower.listener, replica_id, scheduler.kv.prefixes.hash_block_size)
         after = follower.after if replica_id == follower.replica_id else 0
         follower.stops.append(scheduler.kv.events.follow(forward, after))
 

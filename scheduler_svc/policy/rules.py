@@ -1,8 +1,11 @@
 """Whose turn it is on a replica, and the request that yields its slot."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from scheduler_svc.requests.request import Request
+
+# Sums of shares are exact up to this.
+_ROUNDING = 1e-9
 
 # Every so many chunks, the request that is first in order has its turn, however long it is.
 _CHUNKS_BY_LENGTH = 4
@@ -123,6 +126,42 @@ def join_prefill(prefilling: list[Request], request: Request) -> None:
     while index and outranks(request, prefilling[index - 1]):
         index -= 1
     prefilling.insert(index, request)
+
+
+def below_share(
+    waiting: Request, running: Iterable[tuple[Request, float]], shares: Mapping[str, float]
+) -> list[Request]:
+    """Returns the running requests that may give way to one of a tenant far below its share, in order.
+
+    A tenant is far below its share with less than half of it. The tenant furthest above its share gives
+    first, its least important request, and none gives so much that it would fall below its own share. So an
+    exchange is never undone by the next one.
+
+    Args:
+        waiting: the request; more urgent ones do not give way.
+        running: the running requests, each with the share of the deployment that it occupies.
+        shares: of all tenants, see :meth:`Tenants.shares`.
+    """
+    surplus = {tenant: -share for tenant, share in shares.items()}
+    able: dict[str, list[tuple[Request, float]]] = {}
+    for request, footprint in running:
+        surplus[request.tenant] += footprint
+        if request.tenant != waiting.tenant and request.priority >= waiting.priority:
+            able.setdefault(request.tenant, []).append((request, footprint))
+    if surplus[waiting.tenant] > -shares[waiting.tenant] / 2:
+        return []
+    for requests in able.values():
+        requests.sort(key=lambda one: one[0].rank)
+    leaving = []
+    while able:
+        tenant = max(able, key=surplus.__getitem__)
+        request, footprint = able[tenant].pop()
+        surplus[tenant] -= footprint
+        if surplus[tenant] < -_ROUNDING or not able[tenant]:
+            del able[tenant]
+        if surplus[tenant] >= -_ROUNDING:
+            leaving.append(request)
+    return leaving
 
 
 def outranks(waiting: Request, running: Request) -> bool:

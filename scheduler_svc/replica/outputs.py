@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from protos.steps import AdapterPlacement, Decode, Prefill, SlotOutput, StepResult
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError, Unavailable
+from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_rows import Decoding
@@ -92,27 +92,24 @@ class Outputs:
             changed_request = self._slots.at(slot)
             if changed_request is not None:
                 self._slots.preempt(changed_request, "fault")
-        for placement in step.plan.place:
-            self._empty_adapter_slot(placement)
-
-    def _empty_adapter_slot(self, placement: AdapterPlacement) -> None:
-        """Restarts the users of an adapter slot with unknown content, unless a later plan has filled it."""
-        adapters = self._slots.adapters
-        if adapters.slot_of(placement.adapter_id) != placement.adapter_slot:
-            return
-        for request in self._slots.users_of(placement.adapter_slot):
-            self._slots.preempt(request, "fault")
-        adapters.forget(placement.adapter_id)
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run; one with a lost grammar waits for its grammar."""
+        """Ends a request that the worker could not run; without its grammar or adapter, it waits for that."""
         request = self._slots.at(slot)
         if request is None:
+            return
+        if isinstance(error, Unavailable) and error.param == "adapter_id" and request.adapter is not None:
+            self._slots.adapters.lost(request.adapter.adapter_id, request.adapter_load)
+            self._slots.release(request)
+            self._owner.requeue(request)
             return
         if isinstance(error, Unavailable) and request.sampling.grammar is not None:
             self._slots.release(request)
             self._owner.without_grammar(request)
             return
+        if isinstance(error, NotFinite):
+            self._stats.not_finite += 1
+            error = NotFinite(f"{error.message} for request {request.request_id}")
         self._slots.finish(request, Event(request.request_id, error=error))
 
     # ---- decode steps ----
@@ -205,7 +202,7 @@ class Outputs:
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
         request = step.requests[0]
-        self._stats.count_chunk(chunk.num_tokens, result.execute_us * 1e-6)
+        self._stats.count_chunk(chunk.bucket, chunk.num_tokens, result.execute_us * 1e-6)
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran
@@ -249,7 +246,7 @@ class Outputs:
             return
         self._prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._shared.reached(request, end, self._in_flight.latest):
+        for waiter in self._shared.reached(request, start, end, self._in_flight.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----

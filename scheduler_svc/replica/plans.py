@@ -8,7 +8,6 @@ from typing import Final
 from protos.errors import Internal
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -41,11 +40,6 @@ class Changes:
         self._released: list[int] = []
         self._grown: list[Growth] = []
         self._step = 0
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next plan."""
-        return self._step + 1
 
     @property
     def releases(self) -> bool:
@@ -83,7 +77,7 @@ class Changes:
 
     def build(
         self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
-        interrupts: bool, context_tokens: int, place: Sequence[AdapterPlacement] = (),
+        interrupts: bool, context_tokens: int,
     ) -> StepPlan:  # fmt: skip
         """Returns the plan with this work, which is for these requests, and starts the next one.
 
@@ -93,7 +87,6 @@ class Changes:
             copies: the block copies that come before it.
             interrupts: see :attr:`StepPlan.interrupts`.
             context_tokens: see :attr:`StepPlan.context_tokens`.
-            place: the adapters that the plan's admissions need on the device.
         """
         self._step += 1
         admitted: Sequence[Admission] = ()
@@ -105,7 +98,6 @@ class Changes:
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
-            place=place,
             admit=admitted,
             grow=tuple(self._grown),
             interrupts=interrupts,
@@ -136,7 +128,7 @@ def _admission(request: Request) -> Admission:
             for group_id, table in enumerate(request.kv.tables)
         },
         sequence=request.sequence,
-        adapter_slot=request.adapter_slot,
+        adapter_id=request.adapter_load,
         traceparent=request.traceparent,
     )
 

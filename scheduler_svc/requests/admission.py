@@ -78,12 +78,13 @@ class Submission:
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
         """The sequences to run, each with the tokens already received by the client."""
-        known = {part.sequence: part for part in self.resumed}
-        return {
-            sequence: known[sequence].token_ids if sequence in known else ()
-            for sequence in range(self.n)
-            if not (sequence in known and known[sequence].finished)
-        }
+        sequences: dict[int, tuple[int, ...]] = dict.fromkeys(range(self.n), ())
+        for part in self.resumed:
+            if part.finished:
+                del sequences[part.sequence]
+            else:
+                sequences[part.sequence] = part.token_ids
+        return sequences
 
     def sequence_id(self, sequence: int) -> str:
         """Returns the id of a sequence among the scheduler's requests."""
@@ -92,7 +93,7 @@ class Submission:
     def ended(self, stop: StopRule) -> list[Event]:
         """Returns the last events of resumed sequences that ended; the client did not receive them."""
         events = []
-        for sequence, received in self.sequences.items():
+        for sequence, received in self.sequences.items() if self.resumed else ():
             if (reason := stop.reason_of(received)) is not None:
                 stop_token_id = received[-1] if reason is FinishReason.STOP else None
                 events.append(

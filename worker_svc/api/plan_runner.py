@@ -153,7 +153,9 @@ class PlanRunner:
     def _live_part(self, run: _Run) -> StepPlan:
         """Returns a plan without dead slots."""
         plan, dead = run.plan, run.dead()
-        return replace(plan, work=without_slots(plan.work, dead), grow=[one for one in plan.grow if one.slot not in dead])
+        return replace(
+            plan, work=without_slots(plan.work, dead), grow=[one for one in plan.grow if one.slot not in dead]
+        )
 
     def _launch(self, run: _Run, part: StepPlan, *, is_last: bool) -> _Step:
         since = time.perf_counter()
@@ -199,9 +201,11 @@ class PlanRunner:
         for output in outputs:
             if output.error is not None:
                 run.tenancies[output.slot].is_dead = True
+        # A step that runs ahead goes on whatever it gives: the next one may have been launched already.
         one_each = all(len(one.token_ids) == 1 for one in outputs) and len(outputs) == len(live) > 0
         self._give(run, StepResult(
-            run.plan.step, outputs=[*launched.refused, *outputs], last=not (goes_on and one_each),
+            run.plan.step, outputs=[*launched.refused, *outputs],
+            last=not (goes_on and (one_each or step.runs_ahead)),
             num_steps=int(len(live) > 0), execute_us=execute_us,
         ))  # fmt: skip
 

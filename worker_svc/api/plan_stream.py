@@ -247,4 +247,5 @@ class PlanStream:
             grammar_us=report.grammar_us - before.grammar_us,
             free_memory_bytes=report.free_memory_bytes,
             process_memory_bytes=report.process_memory_bytes,
+            adapter_placements=report.adapter_placements - before.adapter_placements,
         )

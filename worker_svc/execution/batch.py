@@ -124,8 +124,8 @@ class Batch:
         for table in self._tables:
             table[slot] = NULL_BLOCK
 
-    def admit(self, request: Admission) -> None:
-        """Puts a request into its slot. Changes nothing if it raises.
+    def admit(self, request: Admission, adapter_slot: int = NO_ADAPTER) -> None:
+        """Puts a request into its slot, with its LoRA adapter's slot. Changes nothing if it raises.
 
         The device's tensors get it with the next `copy_admitted`, which steps and `grow` need.
 
@@ -151,13 +151,12 @@ class Batch:
         check_token_ids(request.sampling, self.sampling.vocabulary.size)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
-        adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot
-        self._adapter_slots[slot] = adapter
+        self._adapter_slots[slot] = adapter_slot
         try:
             stage = self._admitted.add
             stage(slot, _TOKENS, slot * self._tokens.shape[1], request.token_ids)
             stage(slot, _COMPUTED, slot, (request.num_computed_tokens,))
-            stage(slot, _ADAPTERS, slot, (adapter,))
+            stage(slot, _ADAPTERS, slot, (adapter_slot,))
             parameters = self.sampling.set(request)
             stage(slot, _PARAMETERS, slot * len(parameters), parameters)
             for grant in grants:
@@ -209,13 +208,19 @@ class Batch:
             return work
         return replace(work, slots=rows) if rows else None
 
-    def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the static-shaped tensors of a prefill step; `None` makes a step of padding only.
+    def bucket_of(self, work: Prefill) -> int:
+        """Returns the tokens of a chunk's graph."""
+        return work.bucket or self._shapes.chunk
+
+    def prefill_inputs(
+        self, chunk: int, work: Prefill | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """Returns the static-shaped tensors of a prefill step of `chunk` tokens, all padding without work.
 
         Returns:
             Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
         """
-        chunk, block_size = self._shapes.chunk, self._shapes.block_size
+        block_size = self._shapes.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
         tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
         positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
@@ -240,18 +245,14 @@ class Batch:
         """Whether a LoRA adapter belongs to one of these slots."""
         return any(self._adapter_slots[slot] != NO_ADAPTER for slot in slots)
 
-    def uses_adapter(self, adapter_slot: int) -> bool:
-        """Whether an admitted request has the adapter in this adapter slot."""
-        return adapter_slot in self._adapter_slots
-
     def adapters_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the adapter slots of rows [bucket], int32 [bucket]; `NO_ADAPTER` for the base model."""
         return self._adapters[rows]
 
-    def chunk_adapters(self, work: Prefill | None) -> torch.Tensor:
+    def chunk_adapters(self, chunk: int, work: Prefill | None) -> torch.Tensor:
         """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
         adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
-        return torch.full((self._shapes.chunk,), adapter, dtype=torch.int32, device=self._device)
+        return torch.full((chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the tensors of a decode step.
@@ -365,7 +366,9 @@ class Batch:
         slot, end = work.slot, work.start + work.num_tokens
         self._check_known(slot)
         known, computed = self._num_known[slot], self._num_computed[slot]
-        if work.start != computed or not work.start < end <= known or work.num_tokens > self._shapes.chunk:
+        if (bucket := self.bucket_of(work)) not in (buckets := self._shapes.chunk_sizes):
+            raise Internal(f"the plan prefills in a bucket of {bucket}; the worker has {buckets}")
+        if work.start != computed or not work.start < end <= known or work.num_tokens > bucket:
             raise Internal(
                 f"the plan prefills tokens {work.start} to {end} of slot {slot},"
                 f" which has {computed} of {known} computed"

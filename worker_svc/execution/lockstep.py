@@ -10,8 +10,8 @@ step: a decode step waits for the earlier steps of its rows, so all ranks know t
 Each configuration is announced as well, when rank 0 begins it. Another rank begins its next one only after
 that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
 it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
-For the same reason rank 0 announces which LoRA adapter leaves the host: it may have answered the plan that
-places the adapter before another rank has run that plan.
+For the same reason rank 0 announces which LoRA adapter leaves the host: it may have run a plan that admits a
+request of the adapter before another rank has.
 
 A step that fails on one rank alone would leave the others waiting in a collective. A plan that contradicts
 earlier plans is refused alike on all ranks, since all have the same state and the same plans; any other
@@ -20,7 +20,7 @@ exception ends the process.
 
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -210,12 +210,6 @@ class Follower:
         self.num_begun = 0
         """Configurations that rank 0 has begun."""
         self._num_own = 0
-        # By adapter: unloads that were announced, less the calls that took one or ended without one; and the
-        # calls that wait for one. Two threads use them.
-        self._unloads: Counter[int] = Counter()
-        self._unload_calls: Counter[int] = Counter()
-        self._unload_generation = 0
-        self._unloads_lock = threading.Lock()
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
         if not layout.is_last_stage:
@@ -266,7 +260,7 @@ class Follower:
                 self._release()
                 self.num_begun += 1
             else:
-                self._unload_adapter(int.from_bytes(message, "little"))
+                self._unload(int.from_bytes(message, "little"))
         return None
 
     def _launch(self, plan: StepPlan) -> Callable[[], None] | None:
@@ -281,55 +275,6 @@ class Follower:
         # The next step may overwrite what is not read yet.
         known = launched.read()
         return lambda: self._report(plan, lambda: known)
-
-    def _unload_adapter(self, adapter_id: int) -> None:
-        self._unload(adapter_id)
-        with self._unloads_lock:
-            self._unloads[adapter_id] += 1
-
-    def await_unload(self, adapter_id: int) -> int:
-        """Notes that a call waits for an announcement that unloads the adapter.
-
-        Returns:
-            The generation for `take_unload` and `forgo_unload`, one of which ends the wait.
-        """
-        with self._unloads_lock:
-            if not self._unload_calls[adapter_id]:
-                # Rank 0 may never announce what ended calls gave up.
-                self._unloads[adapter_id] = max(self._unloads[adapter_id], 0)
-            self._unload_calls[adapter_id] += 1
-            return self._unload_generation
-
-    def take_unload(self, adapter_id: int, generation: int) -> bool:
-        """Returns whether an announcement has unloaded the adapter, once for each announcement.
-
-        Raises:
-            Unavailable: if `forget_unloads` was called since `await_unload`.
-        """
-        with self._unloads_lock:
-            if generation != self._unload_generation:
-                raise Unavailable(
-                    "a scheduler has configured this worker, which unloads all adapters; load yours again"
-                )
-            if self._unloads[adapter_id] <= 0:
-                return False
-            self._unloads[adapter_id] -= 1
-            self._unload_calls[adapter_id] -= 1
-            return True
-
-    def forgo_unload(self, adapter_id: int, generation: int) -> None:
-        """Gives up the next announcement that unloads the adapter: the call that waited for it has ended."""
-        with self._unloads_lock:
-            if generation == self._unload_generation:
-                self._unloads[adapter_id] -= 1
-                self._unload_calls[adapter_id] -= 1
-
-    def forget_unloads(self) -> None:
-        """Forgets announcements and calls: a scheduler configures the worker, and calls anew."""
-        with self._unloads_lock:
-            self._unloads.clear()
-            self._unload_calls.clear()
-            self._unload_generation += 1
 
     def _report(self, plan: StepPlan, read: Callable[[], tuple[Sequence[int], Sequence[SlotOutput]]]) -> None:
         """Sends a step's result to the other stages."""

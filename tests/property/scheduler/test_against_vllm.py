@@ -31,12 +31,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protos.steps import GroupKind
-from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler import vllm_peer
-from tests.support.scheduler.factories import make_sequence
+from tests.support.scheduler.kv_cache_driver import KvCacheDriver
 
 pytestmark = pytest.mark.property
 
@@ -60,73 +57,6 @@ class Cache(Protocol):
 
     def free(self, request_id: str) -> None:
         """Ends a request."""
-
-
-class OurCache:
-    """Our KvCache, driven as a ReplicaScheduler drives it."""
-
-    def __init__(self, windows: Sequence[int | None], num_blocks: int, chunk: int) -> None:
-        shapes = ShapeConfig(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
-        groups = [
-            KvGroup(GroupKind.FULL) if window is None else KvGroup(GroupKind.PAGED_WINDOW, window)
-            for window in windows
-        ]
-        self._chunk = chunk
-        self._sequences: dict[str, SequenceKv] = {}
-        self.kv = KvCache(shapes, groups, [num_blocks] * len(groups), model="m",
-                          options=CacheOptions(cache_generated=True))  # fmt: skip
-
-    def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
-        """Prefills a request."""
-        sequence = make_sequence(token_ids, cache_salt=cache_salt)
-        if not self.kv.admit(sequence):
-            return None
-        self._run_copies()
-        hit = sequence.num_computed
-        while sequence.num_computed < len(token_ids):
-            if not self._prefill(sequence, min(self._chunk, len(token_ids) - sequence.num_computed)):
-                return None
-        self._sequences[request_id] = sequence
-        return hit
-
-    def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Generates tokens."""
-        sequence = self._sequences[request_id]
-        for token in token_ids:
-            if sequence.num_computed < len(sequence.token_ids):
-                if self._is_full(sequence) and not self._grow(sequence, 1):
-                    return False
-                sequence.num_computed += 1
-                if self._is_full(sequence):
-                    self.kv.prefixes.index_decoded(sequence)
-            sequence.token_ids.append(token)
-            sequence.num_uncomputed += 1
-        return True
-
-    def free(self, request_id: str) -> None:
-        """Ends a request."""
-        sequence = self._sequences.pop(request_id)
-        self.kv.prefixes.index_decoded(sequence)
-        self.kv.release(sequence)
-        self.kv.check_integrity()
-
-    def _prefill(self, sequence: SequenceKv, count: int) -> bool:
-        start, end = sequence.num_computed, sequence.num_computed + count
-        if not self._grow(sequence, count):
-            return False
-        self.kv.prefixes.index_chunk(sequence, start, end)
-        sequence.num_computed = end
-        self._run_copies()
-        return True
-
-    def _is_full(self, sequence: SequenceKv) -> bool:
-        return sequence.num_computed >= self.kv.capacity(sequence, MAX_LEN)
-
-    def _grow(self, sequence: SequenceKv, count: int) -> bool:
-        return self.kv.grow(sequence, sequence.num_computed + count) is not None
-
-    def _run_copies(self) -> None:
-        self.kv.settle_copies(self.kv.copies.take())
 
 
 @dataclass(frozen=True)
@@ -155,6 +85,10 @@ TURNS = st.lists(
     min_size=4, max_size=24,
 )  # fmt: skip
 SYSTEM_PROMPTS = ([11] * 21, [12] * 32, [11] * 16 + [13] * 24)
+
+
+def _shapes(chunk: int) -> ShapeConfig:
+    return ShapeConfig(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
 
 
 def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
@@ -194,7 +128,7 @@ def compare(
     theirs = vllm_peer.KvCachePeer(
         windows, num_blocks=blocks, block_size=BLOCK, max_model_len=MAX_LEN, chunk=chunk
     )
-    return play(turns, OurCache(windows, blocks, chunk), theirs)
+    return play(turns, KvCacheDriver(windows, _shapes(chunk), blocks), theirs)
 
 
 def random_turns(seed: int, count: int) -> list[Turn]:

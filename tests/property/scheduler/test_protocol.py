@@ -13,7 +13,7 @@ from protos.limits import SAMPLING
 from protos.steps import GroupKind
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
@@ -66,10 +66,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), generated=st.booleans(),
         lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), depth=st.sampled_from([1, 2, 3]),
         runs_ahead=st.booleans(), reporting=st.sampled_from([0, 1, 2]),
+        starts=st.sampled_from(["anywhere", "exact"]), finest=st.sampled_from([1, 2, 4]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
-        depth: int, runs_ahead: bool, reporting: int,
+        depth: int, runs_ahead: bool, reporting: int, starts: ChunkStarts = "exact", finest: int = 2,
     ) -> None:  # fmt: skip
         self.shapes = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
@@ -77,8 +78,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.depth, self.runs_ahead, self.reporting = depth, runs_ahead, reporting
         # Requests whose admission workers refuse, from how many computed tokens on.
         self.refused: dict[str, int] = {}
-        self.options = CacheOptions(prefix_caching=True, sub_block=True, cache_generated=generated)
-        self.known = KnownPrefixes(self.shapes.hash_block_size)
+        self.options = CacheOptions(cache_generated=generated, chunk_starts=starts, finest_hit=finest)
+        self.known = KnownPrefixes(self.new_cache().prefixes.hash_block_size)
         self.clients: list[Client] = []
         self.workers = [self.new_worker() for _ in range(2)]
         self.replicas: dict[int, Replica] = {}
@@ -235,7 +236,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     # ---- parts ----
 
     def new_worker(self) -> ModelWorker:
-        device = SimulatedDevice(self.shapes, self.groups)
+        device = SimulatedDevice(self.shapes, self.groups, hit_unit(self.shapes, self.groups, self.options))
         device.jump = self.jump
         device.refuses = self.refusal
         device.reports = lambda name: self.reporting > 0 and int(root_of(name)[1:]) % self.reporting == 0

@@ -1,6 +1,7 @@
 """A fake of `execution.worker.Worker`: no model, no device."""
 
 import threading
+from collections.abc import Collection
 
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
@@ -49,6 +50,11 @@ class FakeWorker:
             self.gate.wait()
         self.shapes = shapes
         return Ready(shapes, (64,), {"load": 0.5}, "ab12", "tensors")
+
+    def reserve_adapter(self, adapter_id: int, needed: Collection[int]) -> list[int]:
+        """Displaces adapter 7."""
+        del adapter_id, needed
+        return [7]
 
     def launch(self, plan: StepPlan) -> PendingStep:
         if plan.work is None:

@@ -7,7 +7,6 @@ from protos.limits import MAX_LOGPROBS
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -44,9 +43,8 @@ def test_a_plan_survives_the_wire(work: Work | None) -> None:
         work,
         release=(1,),
         copies=(BlockCopy(1, 5, 6, 64),),
-        place=(AdapterPlacement(1, 77),),
         admit=(
-            Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2, adapter_slot=0),
+            Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2, adapter_id=77),
             Admission(4, (5,), 0, sampling_params(), {}, "p", num_prompt_tokens=1, pooling=pooling_params(use_activation=False)),
         ),
         grow=(Growth(0, 1, (4,)),),

@@ -112,8 +112,8 @@ def test_windows_and_experts_run_through_the_fakes(family: str, tmp_path: Path) 
     assert [found[name][0] for name in PARITY] == ["ok"] * len(PARITY)
     assert ("windows included" in found["prefix hits"][1]) == (family == "gemma3")
     graphs = [path.read_text() for path in (tmp_path / "code").rglob("*.rbln")]
-    # A chunk and three buckets; output heads are graphs of their own.
-    assert sum("custom_moe_glu" in graph for graph in graphs) == (4 if family == "mixtral" else 0)
+    # Two prefill and three decode buckets; output heads are graphs of their own.
+    assert sum("custom_moe_glu" in graph for graph in graphs) == (5 if family == "mixtral" else 0)
 
 
 @pytest.mark.slow

@@ -46,11 +46,12 @@ def test_chunks_count_when_they_have_run() -> None:
     assert second.continues
     scheduler.update(StepResult(first.step, error=BROKEN))
     scheduler.update(StepResult(second.step, void=True))
-    assert (scheduler.stats.chunks, scheduler.stats.prefill_tokens) == (0, 0)
+    assert not scheduler.stats.prefills
     assert sum(scheduler.stats.chunk_tokens.counts) == 0
     rig.device.slots.clear()
     rig.run()
-    assert (scheduler.stats.chunks, scheduler.stats.prefill_tokens) == (3, 3 * CHUNK)
+    run = scheduler.stats.prefills[CHUNK]
+    assert (run.steps, run.rows) == (3, 3 * CHUNK)
     assert sum(scheduler.stats.chunk_tokens.counts) == 3
 
 

@@ -77,15 +77,15 @@ async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> No
     ]  # fmt: skip
     messages.put_nowait(decode(2))
     assert [(await anext(results)).num_steps for _ in range(4)] == [1] * 4
-    assert not stream.is_interrupted(1, running=True)
+    assert not stream.is_interrupted(1)
     messages.put_nowait(worker_pb2.StepPlan(step=3, interrupts=True))
     assert (await anext(results)).step == 3
-    assert stream.is_interrupted(2, running=False)
-    assert not stream.is_interrupted(3, running=True)
+    assert stream.is_interrupted(2)
+    assert not stream.is_interrupted(3)
     messages.put_nowait(None)
     assert [result async for result in results] == []
-    assert stream.is_interrupted(3, running=True)
-    assert not stream.is_interrupted(3, running=False)
+    assert stream.is_interrupted(3)
+    assert not stream.is_interrupted(3)
 
 
 async def test_a_report_counts_from_the_beginning_of_its_stream(stream_of: StreamOf) -> None:
@@ -167,7 +167,7 @@ async def test_a_result_that_cannot_be_encoded_ends_the_stream(stream_of: Stream
         await asyncio.Event().wait()
 
     worker = Echo()
-    worker.launch = lambda plan: PendingStep(plan.work, read_tokens=lambda: [-1])  # type: ignore[method-assign]
+    worker.launch = lambda plan: PendingStep(plan.work, read_tokens=lambda: [1 << 40])  # type: ignore[method-assign]
     stream = stream_of(incoming(), worker)
     with pytest.raises(ValueError, match="range"):
         async with asyncio.timeout(5):

@@ -12,6 +12,7 @@ from protos.errors import Internal
 from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
+from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
@@ -71,7 +72,7 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     batch.copy_admitted()
     work = Prefill(0, 8, 2, sample=True)
     batch.ready(work)
-    tokens, positions, (full, window) = batch.prefill_inputs(work)
+    tokens, positions, (full, window) = batch.prefill_inputs(8, work)
     assert tokens.tolist() == [108, 109, 0, 0, 0, 0, 0, 0]
     assert positions.tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
     assert paged(full).slot_mapping.tolist() == [3 * 4, 3 * 4 + 1, 0, 0, 0, 0, 0, 0]
@@ -79,6 +80,32 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     assert paged(full).block_table.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]]
     assert paged(full).seq_lens.tolist() == [10]
     assert paged(full).query_start.tolist() == [0, 2]
+
+
+def test_a_chunk_is_padded_to_its_bucket() -> None:
+    """Tokens, positions and slots have the bucket's length; without one, the largest bucket's."""
+    shapes = replace(SIZES, prefill_buckets=(4, 8))
+    batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
+    batch.admit(request(tokens=3))
+    batch.copy_admitted()
+    work = Prefill(0, 0, 3, True, 4)
+    batch.check(work)
+    tokens, positions, (full, _) = batch.prefill_inputs(batch.bucket_of(work), work)
+    assert (tokens.tolist(), positions.tolist()) == ([100, 101, 102, 0], [0, 1, 2, 0])
+    assert paged(full).slot_mapping.tolist() == [4, 5, 6, 0]
+    assert batch.chunk_adapters(4, work).tolist() == [NO_ADAPTER] * 4
+    assert batch.bucket_of(Prefill(0, 0, 3, True)) == 8
+
+
+def test_a_bucket_that_was_not_configured_is_refused() -> None:
+    """So is one with fewer tokens than the chunk."""
+    shapes = replace(SIZES, prefill_buckets=(4, 8))
+    batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
+    batch.admit(request(tokens=6))
+    with pytest.raises(Internal, match=r"in a bucket of 6; the worker has \(4, 8\)"):
+        batch.check(Prefill(0, 0, 6, True, 6))
+    with pytest.raises(Internal, match="prefills tokens 0 to 6"):
+        batch.check(Prefill(0, 0, 6, True, 4))
 
 
 def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
@@ -119,7 +146,7 @@ def test_growth_appends(batch: Batch) -> None:
     batch.copy_admitted()
     batch.grow(Growth(0, 0, (9,)))
     batch.grow(Growth(0, 0, (8,)))
-    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
     assert paged(full).block_table[0, :4].tolist() == [1, 9, 8, 0]
     assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
 
@@ -134,7 +161,7 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
         batch.ready(Prefill(0, 0, 8, sample=False))
     batch.admit(request(tokens=3, blocks=1))
     batch.copy_admitted()
-    _, _, (full, _) = batch.prefill_inputs(Prefill(0, 0, 3, sample=True))
+    _, _, (full, _) = batch.prefill_inputs(8, Prefill(0, 0, 3, sample=True))
     assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
 
@@ -194,7 +221,7 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
         batch.ready(Prefill(0, 0, 5, sample=True))
     batch.admit(request(tokens=4, blocks=1))
     batch.copy_admitted()
-    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
     assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
         [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
     ]
@@ -206,7 +233,7 @@ def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
     batch.admit(Admission(0, range(20), computed, sampling_params(), blocks))
     batch.copy_admitted()
-    _, _, (_, window) = batch.prefill_inputs(Prefill(0, computed, 4, sample=False))
+    _, _, (_, window) = batch.prefill_inputs(8, Prefill(0, computed, 4, sample=False))
     assert paged(window).block_table[0].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]
 
 
@@ -235,13 +262,13 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
         work = Prefill(slot, start, count, sample=True)
         sliding.ready(work)
-        _, _, (_, window) = sliding.prefill_inputs(work)
+        _, _, (_, window) = sliding.prefill_inputs(8, work)
         step = in_place(window)
         assert [step.cache_seq_len.tolist(), step.cache_offset.tolist(), step.block_table.tolist()] == [
             [[number]] for number in expected
         ]
         assert step.query_len == 8
-    assert in_place(sliding.prefill_inputs(None)[2][1]).block_table.tolist() == [[0]]
+    assert in_place(sliding.prefill_inputs(8)[2][1]).block_table.tolist() == [[0]]
 
 
 def test_decode_of_an_in_place_window(sliding: Batch) -> None:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from protos.errors import ConfigurationRefused, Internal, Unavailable
+from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
 from worker_svc.devices.cpu.device import CpuDevice
@@ -96,21 +96,6 @@ def test_a_result_that_rank_0_cannot_read_ends_its_process() -> None:
         launched.read()
     assert len(reasons) == 1
     assert reasons[0].startswith("rank 0 cannot go on with its group")
-
-
-def test_calls_before_a_configuration_and_after_it_share_no_unloads() -> None:
-    """An earlier call that ends takes nothing from the later one, and gets nothing of it."""
-    group = cast("Any", FakeGroup(Ranks(2, 1), 1))
-    follower = Follower(FailingSteps(RuntimeError()), group, lambda _: None, lambda: None, lambda _: None)
-    early = follower.await_unload(1)
-    follower.forget_unloads()
-    late = follower.await_unload(1)
-    follower._unload_adapter(1)
-    with pytest.raises(Unavailable, match="configured this worker"):
-        follower.take_unload(1, early)
-    follower.forgo_unload(1, early)
-    assert follower.take_unload(1, late)
-    assert not follower.take_unload(1, follower.await_unload(1))
 
 
 def facts(dtype: str = "float32", **fields: Any) -> dict[str, str]:
