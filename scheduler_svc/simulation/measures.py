@@ -134,7 +134,12 @@ class Measures:
         del token_ids
         now = self._clock()
         batch = self._batches.get(request_ids[0])
-        if batch is None or (batch[0] is not request_ids and batch[0] != request_ids):
+        # A step whose tokens came one by one has given each request a stamp of its own.
+        if (
+            batch is None
+            or self._live[request_ids[0]].stamp is not batch[1]
+            or (batch[0] is not request_ids and batch[0] != request_ids)
+        ):
             self._split(request_ids, now)
             return
         _, stamp, tenants = batch
