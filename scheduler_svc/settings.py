@@ -142,19 +142,19 @@ class Settings(LinkSecuritySettings):
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
-    """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all prefill
-    first, which stalls decoding."""
+    """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all
+    prefill first, which stalls decoding."""
     ttft_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is prefilled at
-    once. 0 for none."""
+    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is
+    prefilled at once. 0 for none."""
     itl_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0 for
-    none."""
+    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0
+    for none."""
     lease_steps: int = Field(8, ge=1, le=1000)
     """Decode steps that a worker may run in a row on its own while there is no other work."""
     event_interval_ms: float = Field(0.0, ge=0)
-    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each step's at
-    once."""
+    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each
+    step's at once."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)

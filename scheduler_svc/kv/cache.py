@@ -164,8 +164,8 @@ class KvCache:
     ) -> int | None:  # fmt: skip
         """Returns how many of `others`, the first ones, must leave so that the sequence fits for certain.
 
-        A block becomes free only when all its users leave. Sequences `beside` it still grow to all their known
-        tokens, unless they leave.
+        A block becomes free only when all its users leave. Sequences `beside` it still grow to all their
+        known tokens, unless they leave.
 
         Returns:
             At least `at_least`; None if not even all others are enough.
@@ -263,8 +263,8 @@ class KvCache:
         """References the blocks of a hit of ``hit`` hash blocks.
 
         Returns:
-            By group: the hit, and how many more blocks must be free than are (0 or less if enough are) so that
-            the known tokens of the sequence fit, and those of the sequences beside it.
+            By group: the hit, and how many more blocks must be free than are (0 or less if enough are) so
+            that the known tokens of the sequence fit, and those of the sequences beside it.
         """
         taken = [group.take_hit(keys, hit) for group in self.groups]
         most = len(sequence.token_ids) + 1

@@ -21,7 +21,8 @@ def runs_before(prefilling: Request, request: Request) -> bool:
 def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
     """Returns the request with the next chunk: the most urgent, and among these the one that is done soonest.
 
-    So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up for ever.
+    So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up
+    for ever.
 
     Args:
         prefilling: the requests with a chunk that can be sent, in order.
@@ -37,17 +38,17 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
 class Turns:
     """When a chunk runs, and when the decoding requests do.
 
-    Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk. vLLM-RBLN
-    runs all prefill first, which stalls running requests as long as prompts keep arriving. Here the longest gap
-    between two tokens of a request is one chunk plus one decode step.
+    Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk.
+    vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here
+    the longest gap between two tokens of a request is one chunk plus one decode step.
 
-    With targets, measured times decide instead. A gap target lets chunks follow one another as long as the gap
-    that they make stays below it. A prompt that would miss its target of a first token runs at once, if the gap
-    target allows it.
+    With targets, measured times decide instead. A gap target lets chunks follow one another as long as the
+    gap that they make stays below it. A prompt that would miss its target of a first token runs at once, if
+    the gap target allows it.
 
-    On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a chunk. So
-    a round of all batches with a chunk after each takes as long as one chunk and one step of the whole model.
-    Where only some stages have a batch, several chunks may follow each step.
+    On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
+    chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
+    whole model. Where only some stages have a batch, several chunks may follow each step.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Turns:
         return self._decodes >= self._ratio
 
     def sent_chunk(self, chunk_s: float, turns: int = 1) -> None:
-        """Notes that a chunk is sent that takes some time; ``turns``: pipeline stages for each decode batch."""
+        """Notes a chunk that is sent and takes some time; ``turns``: stages for each decode batch."""
         self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
         self._gap_s += chunk_s
 

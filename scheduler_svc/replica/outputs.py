@@ -83,8 +83,8 @@ class Outputs:
                 self._slots.finish(request, Event(request.request_id, error=error))
             else:
                 self._slots.preempt(request, "fault")
-        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its
-        # slot.
+        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
+        # its slot.
         changed = {growth.slot for growth in step.plan.grow}
         copied_to = {copy.sequence for copy in step.copies}
         changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
@@ -133,19 +133,19 @@ class Outputs:
                 }
                 self._apply_rows(work, step, outputs, result)
             else:
-                self._apply_column(step, batch, column)
+                self._apply_column(batch, column)
 
     def _apply_rows(
         self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult
     ) -> None:
-        """Applies a step row by row: some row has left, is skipped, has more than a token or its first one."""
+        """Applies a step row by row: a row has left, is skipped, or has its first or several tokens."""
         for slot, request in zip(work.slots, step.requests, strict=True):
             if slot not in step.ignored:
                 self._apply_row(request, outputs.get(slot), result)
         if step.batch is not None and step.batch.has_first_tokens:
             self._decoding.refresh()
 
-    def _apply_column(self, step: InFlight, batch: BatchRows, tokens: Sequence[int]) -> None:
+    def _apply_column(self, batch: BatchRows, tokens: Sequence[int]) -> None:
         """Applies a step that gave a token for each row: the common case, which runs once per token."""
         requests = batch.requests
         # Each request computes one token and gets one, so its `num_uncomputed` stays 1.

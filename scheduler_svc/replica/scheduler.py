@@ -1,9 +1,9 @@
 """One replica's batches: which requests run, and what the worker does next.
 
-Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan, :meth:`ReplicaScheduler.update`
-takes in its results. A plan is valid whatever became of those before it, so the next one is decided from what
-each request will have when all that was sent has run. The worker applies plans in order, so blocks may change
-owners as soon as they are released, even while a step runs.
+Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan,
+:meth:`ReplicaScheduler.update` takes in its results. A plan is valid whatever became of those before it, so
+the next one is decided from what each request will have when all that was sent has run. The worker applies
+plans in order, so blocks may change owners as soon as they are released, even while a step runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ from scheduler_svc.shapes.buckets import bucket_for, chunk_for
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
 _CHUNKS_BOUND: Final = 2
-"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and the
-order of the queue, cached prefixes and other replicas count until then."""
+"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and
+the order of the queue, cached prefixes and other replicas count until then."""
 
 
 class ReplicaOwner(RequestOwner, Protocol):

@@ -135,7 +135,7 @@ class SharedPrefills:
         return done
 
     def stop(self, request: Request) -> list[Request]:
-        """Stops the computation of a prompt, if it is under way; returns the requests that waited for its rest."""
+        """Stops the computation of a prompt, if it goes on; returns the requests that waited for its rest."""
         if request.request_id not in self._sources:
             return []
         self._sources.remove(request.request_id)

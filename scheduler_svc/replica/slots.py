@@ -190,8 +190,9 @@ class Slots:
     def chunk_sent(self, request: Request, end: int) -> None:
         """Notes that a chunk up to token ``end`` is sent.
 
-        After its last chunk a request decodes. Some wait for the chunk's result: a suspect, one from which other
-        sequences of its group continue, and one whose window, which slides in place, may have to be kept first.
+        After its last chunk a request decodes. Some wait for the chunk's result: a suspect, one from which
+        other sequences of its group continue, and one whose window, which slides in place, may have to be
+        kept first.
         """
         self.prefill_backlog -= end - request.granted
         request.granted = end

@@ -201,9 +201,9 @@ class StepLoop:
 
     async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for the next result and delivers it."""
-        plan, usual = self._sent[0]
-        # A worker may launch the next plan before it answers this one. The time runs from the answer to the plan
-        # before: from then on, this one waits for no other, also on a pipeline.
+        _, usual = self._sent[0]
+        # A worker may launch the next plan before it answers this one. The time runs from the answer to the
+        # plan before: from then on, this one waits for no other, also on a pipeline.
         self._deadline.set(max(other.budget_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()

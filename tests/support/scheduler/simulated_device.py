@@ -127,8 +127,8 @@ class SimulatedDevice:
     dead: set[int] = field(default_factory=set)
     """Slots whose admission was refused or whose step failed, until their release."""
     garbage: set[tuple[int, int]] = field(default_factory=set)
-    """Blocks, with their groups, that a copy of a failed plan should have filled. The results of requests that
-    have them are ignored."""
+    """Blocks, with their groups, that a copy of a failed plan should have filled. The results of requests
+    that have them are ignored."""
     broken: int = 0
     """The next plans that fail; they free their slots before."""
     adapters: "SimulatedAdapters | None" = None
