@@ -379,35 +379,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.run()
-        sch = self.rig.scheduler
-        assert not self.rig.engine._live, [
-            (
-                r.request_id,
-                r.state,
-                r.slot,
-                len(r.token_ids),
-                r.granted,
-                r.kv.num_computed,
-                r.prefills_forced,
-                r.suspect,
-                r.can_fork,
-                r.num_prompt_tokens,
-                r.end,
-            )
-            for r in self.rig.engine._live
-        ]
+        assert not self.rig.engine._live, "a request is stuck"
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
             assert sum(event.first for event in events) <= 1
             failed = any(event.error is not None for event in events)
-            assert not failed or name in self.poison or name in self.refused, (
-                name,
-                [e for e in events if e.error],
-                self.rig.failers,
-                self.rig.killers,
-                self.poison,
-            )
+            assert not failed or name in self.poison or name in self.refused, "no other request fails"
             for sequence, wanted in enumerate(sequences):
                 mine = [event for event in events if event.sequence == sequence]
                 tokens = [token for event in mine for token in event.token_ids]
@@ -420,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert mine[-1].finish_reason is FinishReason.ABORT
                 else:
                     assert EOS not in wanted
-                    assert tokens == wanted, (name, sequence, tokens, wanted, [e for e in mine])
+                    assert tokens == wanted, "no token is lost, repeated or changed"
                     stopped = wanted[-1] == self.stops[name]
                     assert mine[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
                     assert mine[-1].stop_token_id == (wanted[-1] if stopped else None)

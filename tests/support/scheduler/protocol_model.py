@@ -138,7 +138,7 @@ class ModelWorker:
         ahead = self._runs_ahead and work is not None and not result.outputs
         if self._fails and not ahead:
             raise RuntimeError("the step failed")
-        if outputs or not result.token_ids and not ahead:
+        if outputs or not (result.token_ids or ahead):
             return PendingStep(work, refused, outputs)
         read = partial(_read, result.token_ids, self._fails and ahead)
         return PendingStep(work, refused, read_tokens=read, runs_ahead=ahead)
