@@ -3,21 +3,23 @@
 Both are driven as their schedulers drive them: look up, allocate, prefill in chunks, decode token by token,
 free. The rules are the same up to these differences, which decide whether a test says "equal" or "at least":
 
-- vLLM finds whole blocks, ours whole chunks, or with exact chunks multiples of a few tokens. Where these are
-  blocks, hits are equal. Where they are parts of a block, ours also finds the beginning of a block that vLLM
-  computes again: at least. Whole chunks larger than a block have no counterpart and are not compared. - vLLM indexes generated tokens; ours does so with ``cache_generated``, as here. vLLM indexes a
-  block when it schedules the step that fills it, ours when that step is done; here no request looks while a
-  step runs. - Both recompute the last token, and several groups agree on a hit at the same block size. EAGLE
-  is off. - Both evict the least recently used content, and the end of a sequence before its beginning. With
-  one KV group and equal pools, hits are therefore equal under eviction, too. Ours allocates the block of the
-  first generated token at admission, vLLM a step later; requests here generate at least two tokens to hide
-  that. - vLLM frees blocks behind a window at every step, ours when a sequence takes its next block. Both
-  happen at the same step if the window without its last token is whole blocks; only such windows are compared
-  under eviction. - vLLM's KV groups share one pool; ours have one each, here as large as vLLM's. Their
-  histories are the same only until the first hit that differs: ours must be longer there. Later a single hit
-  may be shorter, because ours only read content that vLLM computed again, which changes the order of
-  eviction. The sum of hits may not be smaller. - Live requests always fit in both, so evictions take only
-  cached content.
+- vLLM finds whole blocks, ours whole chunks, or with exact chunks multiples of a few tokens. Where these
+  are blocks, hits are equal. Where they are parts of a block, ours also finds the beginning of a block that
+  vLLM computes again: at least. Whole chunks larger than a block have no counterpart and are not compared.
+- vLLM indexes generated tokens; ours does so with ``cache_generated``, as here. vLLM indexes a block when
+  it schedules the step that fills it, ours when that step is done; here no request looks while a step runs.
+- Both recompute the last token, and several groups agree on a hit at the same block size. EAGLE is off.
+- Both evict the least recently used content, and the end of a sequence before its beginning. With one KV
+  group and equal pools, hits are therefore equal under eviction, too. Ours allocates the block of the first
+  generated token at admission, vLLM a step later; requests here generate at least two tokens to hide that.
+- vLLM frees blocks behind a window at every step, ours when a sequence takes its next block. Both happen at
+  the same step if the window without its last token is whole blocks; only such windows are compared under
+  eviction.
+- vLLM's KV groups share one pool; ours have one each, here as large as vLLM's. Their histories are the same
+  only until the first hit that differs: ours must be longer there. Later a single hit may be shorter,
+  because ours only read content that vLLM computed again, which changes the order of eviction. The sum of
+  hits may not be smaller.
+- Live requests always fit in both, so evictions take only cached content.
 """
 
 import itertools
