@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from protos.errors import TriptychError, from_proto
+from protos.limits import SLICE
 from protos.steps import (
     Admission,
     BlockCopy,
@@ -157,11 +158,10 @@ def _blocks_to_proto(slot: int, group_id: int, block_ids: Sequence[int]) -> work
 
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
     pooling = admission.pooling
-    return worker_pb2.SlotRequest(
+    message = worker_pb2.SlotRequest(
         slot=admission.slot,
         request_id=admission.request_id,
         sequence=admission.sequence,
-        token_ids=admission.token_ids,
         num_prompt_tokens=admission.prompt_len,
         num_computed_tokens=admission.num_computed_tokens,
         sampling=admission.sampling if pooling is None else None,
@@ -173,6 +173,9 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
         adapter_id=admission.adapter_id,
         traceparent=admission.traceparent,
     )
+    for start in range(0, len(admission.token_ids), SLICE):  # other threads run after each slice
+        message.token_ids.extend(admission.token_ids[start : start + SLICE])
+    return message
 
 
 def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:

@@ -25,7 +25,7 @@ from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
 MOST_GRAMMAR_LOSSES: Final = 32
-"""Admissions in a row for which workers lack the grammar that they compiled. Under pressure two are usual."""
+"""Admissions in a row for which workers lack the grammar that they compiled."""
 
 RECLAIM_AFTER_S: Final = 1.0
 """Seconds that the next request waits before it may take another tenant's place, and between two such times.
@@ -300,6 +300,8 @@ class Engine:
     def without_grammar(self, request: Request) -> None:
         """Requeues a request after its replica has evicted its grammar, and fails it if that goes on."""
         orphaned = self.grammars.evicted(request)
+        assert request.sampling.grammar is not None
+        self._regroup(request.sampling.grammar)
         if request.grammar_lost_at != len(request.token_ids):
             request.grammar_lost_at, request.num_grammar_losses = len(request.token_ids), 0
         request.num_grammar_losses += 1
@@ -323,6 +325,7 @@ class Engine:
     def admitted(self, request: Request) -> None:
         """Charges the tenant of a request that got a slot, once: computing tokens again is nobody's debt."""
         self._queues.undefer(request)
+        self.grammars.started(request)
         if not request.charged:
             request.charged = True
             self.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
@@ -424,6 +427,7 @@ class Engine:
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
         """Records that a replica has a grammar; requests that waited for it may run there."""
         self._queues.wait(*self.grammars.compiled(replica_id, grammar))
+        self._regroup(grammar)
         self._fail_stranded(grammar)
         self.released()
         self.dispatch()
@@ -441,8 +445,8 @@ class Engine:
 
     def _fail_stranded(self, grammar: Grammar) -> None:
         """Fails requests that are too large for every replica that has the grammar or compiles it."""
-        for request in list(self._queues):
-            if request.sampling.grammar == grammar and not self._placer.has_prospects(request):
+        for request in self.grammars.waiting_users(grammar):
+            if not self._placer.has_prospects(request):
                 message = (
                     "no worker that is large enough for the request could compile its grammar; retry later"
                 )
@@ -450,11 +454,14 @@ class Engine:
 
     def _wait_for_recompilation(self, orphaned: Collection[Grammar]) -> None:
         """Moves requests out of the waiting queue whenever no replica has their grammar."""
-        if not orphaned:
-            return
-        for request in [one for one in self.waiting if one.sampling.grammar in orphaned]:
-            self.waiting.remove(request)
-            self.requeue(request)
+        for request in itertools.chain.from_iterable(map(self.grammars.waiting_users, orphaned)):
+            if self.waiting.remove(request):
+                self.requeue(request)
+
+    def _regroup(self, grammar: Grammar) -> None:
+        """Retries the skipped requests of a grammar after other replicas have it."""
+        for request in self.grammars.waiting_users(grammar):
+            self.waiting.unskip(request)
 
 
 def _aborted(request: Request) -> Event:

@@ -12,7 +12,6 @@ from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
-from scheduler_svc.requests.sampling import Grammar
 
 # An idle replica whose steps seemed slow gets a request as a probe after so long.
 _PROBE_S = 60.0
@@ -155,20 +154,23 @@ class Placer:
             and scheduler.adapters.may_load(request.adapter)
         )
 
-    def group_of(self, request: Request) -> tuple[Grammar | None, int, str, frozenset[str]]:
-        """Returns the key of a skipped request's group: grammar, adapter, tenant and the replicas to use.
+    def group_of(self, request: Request) -> tuple[int, str, int, frozenset[str]]:
+        """Returns the key of a skipped request's group: adapter, tenant, priority and the replicas to use.
 
         If the oldest request of a group finds no room, no other request of the group does. Keys change with
-        the set of replicas. The key of a request that failed on a replica changes with the clock, too, when
-        the pause of its adapter ends; a skipped request stays in the group of its key at that time.
+        the set of replicas and when a replica gets or loses a grammar. The key of a request that failed on a
+        replica changes with the clock, too, when the pause of its adapter ends; a skipped request stays in
+        the group of its key at that time.
         """
         usable = frozenset(
             name
             for name, replica in self.replicas.items()
-            if replica.scheduler.fits(request) and not self._avoids(name, request)
+            if replica.scheduler.fits(request)
+            and self._grammars.may_run(request, name)
+            and not self._avoids(name, request)
         )
         adapter_id = 0 if request.adapter is None else request.adapter.adapter_id
-        return request.sampling.grammar, adapter_id, request.tenant, usable
+        return adapter_id, request.tenant, request.priority, usable
 
     def clear_claims(self) -> None:
         """Forgets which replicas skipped requests wait for, before those requests are retried."""

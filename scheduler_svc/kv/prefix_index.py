@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
 from scheduler_svc.kv.events import KvEventLog
@@ -150,6 +151,14 @@ class PrefixIndex:
         limit = (len(sequence.token_ids) - 1) // self._layout.hit_unit * self._layout.hit_stride
         return self._chain(sequence).extend(sequence.token_ids, limit), limit
 
+    def hash_chain(self, token_ids: Sequence[int], adapter: Adapter | None, salt: str) -> HashChain | None:
+        """Returns the keys of a prompt, None if prefixes are not reused. Safe on any thread."""
+        if not self._enabled:
+            return None
+        chain = self._new_chain(adapter, salt)
+        chain.extend(token_ids, len(token_ids) // chain.hash_block_size)
+        return chain
+
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
         """Returns the longest hit common to all groups, in hash blocks.
 
@@ -268,8 +277,9 @@ class PrefixIndex:
         chain, size = sequence.hash_chain, self._layout.hash_block_size
         # A request of a lost replica may bring a chain with another hash block size.
         if chain is None or chain.hash_block_size != size:
-            adapter = sequence.adapter
-            digest = "" if adapter is None else adapter.digest
-            chain = HashChain(seed_key(model=self._model, lora=digest, salt=sequence.cache_salt), size)
-            sequence.hash_chain = chain
+            chain = sequence.hash_chain = self._new_chain(sequence.adapter, sequence.cache_salt)
         return chain
+
+    def _new_chain(self, adapter: Adapter | None, salt: str) -> HashChain:
+        digest = "" if adapter is None else adapter.digest
+        return HashChain(seed_key(model=self._model, lora=digest, salt=salt), self._layout.hash_block_size)

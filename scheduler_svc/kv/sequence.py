@@ -66,6 +66,12 @@ class HashChain:
                 keys.append(parent)
         return keys
 
+    def copy(self) -> "HashChain":
+        """Returns a chain that grows apart from this one."""
+        same = HashChain(self._seed, self.hash_block_size)
+        same.keys = self.keys.copy()
+        return same
+
     def parent(self, index: int) -> BlockKey:
         """Returns the key before hash block ``index``: the previous hash block's, or the seed."""
         return self.keys[index - 1] if index else self._seed

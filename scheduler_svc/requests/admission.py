@@ -8,6 +8,7 @@ from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsuppo
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids, check_token_ids, requested_features
 from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.kv.sequence import HashChain
 from scheduler_svc.requests.request import (
     DECODING_CLEARS,
     Delivery,
@@ -63,6 +64,10 @@ class Submission:
     """Seconds since a resumed request last brought a token."""
     tracing: TraceContext | None = None
     """Where its spans belong; None: it is not traced."""
+    hash_chain: HashChain | None = None
+    """The hashes of a long prompt, if they are computed."""
+    largest_id: int | None = None
+    """Its largest token id, if it is known."""
 
     @property
     def was_accepted(self) -> bool:
@@ -142,7 +147,10 @@ class ModelLimits:
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count > self.max_logprobs:
                 raise InvalidArgument(f"{name} must be at most {self.max_logprobs}", param=name)
-        check_ids("prompt_token_ids", submission.prompt_token_ids, self.vocab_size)
+        known = submission.largest_id
+        check_ids(
+            "prompt_token_ids", submission.prompt_token_ids if known is None else (known,), self.vocab_size
+        )
         for received in submission.sequences.values():
             check_ids("resumed", received, self.vocab_size)
         check_token_ids(params, self.vocab_size)
@@ -256,6 +264,9 @@ def make_requests(
                 traceparent=traceparent_of(tracing, trace),
             )
         )
+    if (chain := submission.hash_chain) is not None:
+        for request in requests:
+            request.kv.hash_chain = chain.copy()
     if group is not None:
         group.members.extend(requests)
     return requests

@@ -46,7 +46,7 @@ def decode_buckets(
 
 
 SMALLEST_CHUNK = 64
-"""Prefill buckets below this many tokens would save little time on any device."""
+"""The default of the smallest prefill bucket, tokens: below, GPUs and NPUs save no time, and CPUs little."""
 
 
 def prefill_buckets(
@@ -218,13 +218,13 @@ def plan_chunks(
 
     Args:
         counts: maps tokens of a chunk to chunks. Those above the largest bucket count as its size.
-        current: the current buckets, ascending.
+        current: the current buckets, ascending. The best go down to the first, or to `SMALLEST_CHUNK`.
         block_size: tokens of a KV block.
         graphs: most buckets to choose.
     """
     chunk = current[-1]
     counts = _merged(counts, range(1, chunk + 1))
-    sizes = [size for size in range(min(SMALLEST_CHUNK, chunk), chunk + 1) if divides(size, block_size)]
+    sizes = [size for size in range(min(SMALLEST_CHUNK, current[0]), chunk + 1) if divides(size, block_size)]
     best = best_buckets(_merged(counts, sizes), max_batch=chunk, graphs=graphs)
     return BucketPlan(current=usage_of(counts, current), best=usage_of(counts, best))
 

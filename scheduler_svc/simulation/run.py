@@ -234,7 +234,7 @@ def _description(times: StepTimes, max_context: int) -> WorkerDescription:
         groups=(KvGroup(GroupKind.FULL),), default_max_num_seqs=times.max_num_seqs,
         default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size, prefill_buckets=True,
         max_lease_steps=unlimited, packs_texts=False, max_logprobs=0,
-        sampling_fields=frozenset(), lora=None, copies_blocks=True,
+        sampling_fields=frozenset(), lora=None, copies_blocks=True, chunk_starts=times.chunk_starts,
     )  # fmt: skip
 
 

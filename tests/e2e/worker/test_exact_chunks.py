@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos.steps import AdapterPlacement, GroupKind, SlotOutput
+from protos.steps import GroupKind, SlotOutput
 from tests.support import quantized_models
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
@@ -48,22 +48,20 @@ def _said(output: SlotOutput) -> tuple[list[int], str]:
     return list(output.token_ids), repr(output.logprobs)
 
 
-def _check(harness: Harness, adapter_slot: int | None = None) -> None:
+def _check(harness: Harness, adapter_id: int = 0) -> None:
     """Compares partitions of a prompt, and of what the model goes on to say."""
     assert harness.runner.is_exact
-    whole = harness.prefill(0, PROMPT, REPORTED, adapter_slot=adapter_slot)
+    whole = harness.prefill(0, PROMPT, REPORTED, adapter_id=adapter_id)
     kv = _kv(harness, 0)
     for slot, starts in enumerate(PARTITIONS, 1):
-        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, adapter_slot=adapter_slot)) == _said(
-            whole
-        )
+        assert _said(harness.prefill(slot, PROMPT, REPORTED, starts, adapter_id=adapter_id)) == _said(whole)
         assert all(map(torch.equal, _kv(harness, slot), kv))
     outputs = [whole]
     for count in range(40):
         outputs.append(harness.decode((0, 1, 2)[: 3 if count % 2 else 1])[0])
         assert _said(outputs[-1])[0]
     # The last token that a step said is not computed yet.
-    again = harness.prefill(3, [*PROMPT, *tokens_of(outputs[:-1])], REPORTED, adapter_slot=adapter_slot)
+    again = harness.prefill(3, [*PROMPT, *tokens_of(outputs[:-1])], REPORTED, adapter_id=adapter_id)
     assert _said(again) == _said(outputs[-1])
     assert all(map(torch.equal, _kv(harness, 3), _kv(harness, 0)))
 
@@ -97,10 +95,8 @@ def test_adapters(tmp_path: Path) -> None:
     folder = families.write("llama", tmp_path / "model")
     adapter = write_adapter(folder, tmp_path / "adapter", AdapterSpec(seed=1))
     harness = _harness(folder, lora=LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=2))
-    assert harness.adapters is not None
-    harness.adapters.load(1, "tuned", str(adapter))
-    harness.run(place=[AdapterPlacement(1, 1)])
-    _check(harness, adapter_slot=1)
+    harness.load_adapter(1, adapter)
+    _check(harness, adapter_id=1)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import grpc
+import grpc.aio
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +17,7 @@ from tests.support import tiny_models
 from tests.support.ranks.replica import CHUNK, Replica, replica
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import GREEDY, Harness, load, tokens_of
+from worker_svc.settings import Backend
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -34,12 +37,12 @@ def write_broken(folder: Path, rows: slice | int = BROKEN, value: float = torch.
 
 
 @pytest.mark.parametrize("backend", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
-def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path, backend: str) -> None:
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path, backend: Backend) -> None:
     """In a chunk that samples and one that does not, greedily, sampled and with log-probabilities."""
     model = load(write_broken(tmp_path), "float32", compiled=backend == "compiled")
     harness = Harness(
         model, max_num_seqs=8, chunk=CHUNK, block_size=CHUNK, decode_buckets=(1, 4, 8), backend=backend
-    )  # type: ignore[arg-type]
+    )
     undisturbed = [tokens_of(each) for each in harness.generate(GOOD, 6)]
     assert isinstance(harness.prefill(0, [*BAD, *[5] * 100]).error, NotFinite)
     harness.release([0])
@@ -73,7 +76,7 @@ def failure_of(running: Replica, prompt: list[int], parameters: common_pb2.Sampl
     """Returns the error of a request that fails."""
     with pytest.raises(grpc.RpcError) as raised:
         running.ask(prompt, parameters)
-    return from_rpc_error(raised.value)
+    return from_rpc_error(cast("grpc.aio.AioRpcError", raised.value))
 
 
 @pytest.mark.slow

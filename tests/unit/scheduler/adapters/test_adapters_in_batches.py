@@ -149,6 +149,20 @@ def test_a_request_waits_for_its_load_and_blocks_no_other() -> None:
     check(rig, "a", "a")
 
 
+def test_an_adapter_that_nobody_waits_for_any_more_keeps_no_place() -> None:
+    """It was loaded for a request that was aborted before it found a slot."""
+    rig = adapter_rig("a", "b", slots=1, hosts=1, shapes=make_shapes(max_num_seqs=1, buckets=(1,)))
+    submit(rig, "base", max_tokens=20)
+    rig.step()
+    submit(rig, "a", "a")
+    rig.step()
+    assert list(rig.hosted.values()) == ["a"]
+    rig.engine.abort("a")
+    submit(rig, "b", "b")
+    rig.run()
+    check(rig, "b", "b")
+
+
 def test_a_busy_host_makes_room_for_an_older_request() -> None:
     """With one place on the host, newer requests of the adapter in it wait behind the one that needs it."""
     rig = adapter_rig("b", "a", slots=1, hosts=1)
