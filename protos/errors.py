@@ -16,6 +16,7 @@
     ├── Unimplemented          a method unserved by this build
     ├── Aborted                aborted by the client, a closed stream or a deadline
     └── Internal               a bug or a fault inside Triptych
+        └── NotFinite          the model computed NaN or infinity for the request
 
 Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
 as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
@@ -192,11 +193,18 @@ class Internal(TriptychError):
     """A bug or a fault inside Triptych."""
 
 
+class NotFinite(Internal):
+    """The model computed NaN or infinity for the request: its weights, or an adapter's, are broken."""
+
+    code = pb.ERROR_CODE_NOT_FINITE
+
+
 _BY_CODE: dict[int, type[TriptychError]] = {
     cls.code: cls
     for cls in (
         InvalidArgument, Unsupported, ContextExceeded, NotFound, Overloaded, Unavailable, TimedOut,
         Unauthenticated, SchemaMismatch, ConfigurationRefused, Unimplemented, Aborted, Internal,
+        NotFinite,
     )
 }  # fmt: skip
 

@@ -65,3 +65,12 @@ MAX_BAD_WORD_LENGTH: Final = 200
 
 MAX_CONCURRENT_RPCS: Final = 4096
 """Default of the services' ``--max-concurrent-rpcs``."""
+
+LONG_PROMPT: Final = 1 << 15
+"""Tokens of a prompt beyond which work on all of them leaves the thread of the event loop."""
+
+SLICE: Final = 1 << 15
+"""Tokens that a single call converts while it keeps other threads waiting."""
+
+MAX_RANKS: Final = 1024
+"""Ranks of a replica."""

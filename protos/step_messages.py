@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from protos.errors import TriptychError, from_proto
+from protos.limits import SLICE
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -35,20 +35,17 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
             )
             for copy in plan.copies
         ],
-        place=[
-            worker_pb2.AdapterPlacement(adapter_slot=each.adapter_slot, adapter_id=each.adapter_id)
-            for each in plan.place
-        ],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
         interrupts=plan.interrupts,
     )
     match plan.work:
-        case Prefill(slot, start, num_tokens, sample):
+        case Prefill(slot, start, num_tokens, sample, bucket):
             message.prefill.slot = slot
             message.prefill.start = start
             message.prefill.num_tokens = num_tokens
             message.prefill.sample = sample
+            message.prefill.bucket = bucket
         case Decode(slots, bucket, steps, steps_per_result):
             message.decode.slots.extend(slots)
             message.decode.bucket = bucket
@@ -72,7 +69,6 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
             BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
             for copy in message.copies
         ),
-        place=tuple(AdapterPlacement(each.adapter_slot, each.adapter_id) for each in message.place),
         admit=tuple(_admission_from_proto(request) for request in message.admit),
         grow=tuple(
             Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
@@ -145,7 +141,7 @@ def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:
     match message.WhichOneof("work"):
         case "prefill":
             prefill = message.prefill
-            return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
+            return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample, prefill.bucket)
         case "decode":
             decode = message.decode
             steps, per_result = max(1, decode.steps), max(1, decode.steps_per_result)
@@ -162,11 +158,10 @@ def _blocks_to_proto(slot: int, group_id: int, block_ids: Sequence[int]) -> work
 
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
     pooling = admission.pooling
-    return worker_pb2.SlotRequest(
+    message = worker_pb2.SlotRequest(
         slot=admission.slot,
         request_id=admission.request_id,
         sequence=admission.sequence,
-        token_ids=admission.token_ids,
         num_prompt_tokens=admission.prompt_len,
         num_computed_tokens=admission.num_computed_tokens,
         sampling=admission.sampling if pooling is None else None,
@@ -175,9 +170,12 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
             for group_id, block_ids in admission.blocks.items()
         ],
         pooling=pooling,
-        adapter_slot=admission.adapter_slot,
+        adapter_id=admission.adapter_id,
         traceparent=admission.traceparent,
     )
+    for start in range(0, len(admission.token_ids), SLICE):  # other threads run after each slice
+        message.token_ids.extend(admission.token_ids[start : start + SLICE])
+    return message
 
 
 def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
@@ -194,7 +192,7 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         sequence=request.sequence,
         num_prompt_tokens=request.num_prompt_tokens or None,
         pooling=request.pooling if request.HasField("pooling") else None,
-        adapter_slot=request.adapter_slot if request.HasField("adapter_slot") else None,
+        adapter_id=request.adapter_id,
         traceparent=request.traceparent,
     )
 

@@ -24,16 +24,6 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPlacement:
-    """Copies a LoRA adapter from the host to the device."""
-
-    adapter_slot: int
-    """Which of the device's adapter slots it takes; no admitted request uses that slot."""
-    adapter_id: int
-    """An adapter that is loaded on the host of every rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """Gives a request a slot. Later plans name the slot only."""
 
@@ -53,8 +43,8 @@ class Admission:
     """How many of ``token_ids`` are the prompt; None for all."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
-    adapter_slot: int | None = None
-    """Adapter slot of the request's LoRA adapter; None for the base model."""
+    adapter_id: int = 0
+    """The load of the request's LoRA adapter on the worker; 0 for the base model."""
     traceparent: str = ""
     """The span that the worker's spans of the request belong to; empty: it is not traced."""
 
@@ -81,9 +71,11 @@ class Prefill:
     start: int
     """Position of the chunk's first token; equals the slot's computed tokens."""
     num_tokens: int
-    """Real tokens; the graph pads the rest of the chunk."""
+    """Real tokens; the rest of the bucket is padding."""
     sample: bool
     """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    bucket: int = 0
+    """Tokens of the graph; 0 for the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +145,6 @@ class StepPlan:
     release: Sequence[int] = ()
     """Slots to free."""
     copies: Sequence[BlockCopy] = ()
-    place: Sequence[AdapterPlacement] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
     interrupts: bool = False
@@ -185,8 +176,8 @@ class StepResult:
 
     step: int
     token_ids: Sequence[int] = ()
-    """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in its
-    order."""
+    """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in
+    its order."""
     outputs: Sequence[SlotOutput] = ()
     """Every other case, by slot; includes refused admissions. A slot of the work without one was skipped."""
     error: TriptychError | None = None
@@ -208,16 +199,12 @@ def slots_of(work: Work | None) -> Sequence[int]:
     return (work.slot,) if isinstance(work, Prefill) else work.slots
 
 
-def without_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
+def without_slots(work: Work | None, slots: Collection[int]) -> Work | None:
     """Returns the step's work without some slots; `None` if nothing is left. A bucket keeps its size."""
-    if isinstance(work, Prefill):
-        return None if work.slot in slots else work
-    if not isinstance(work, Decode) or not slots:
+    left = [slot for slot in slots_of(work) if slot not in slots]
+    if work is None or len(left) == len(slots_of(work)):
         return work
-    left = [slot for slot in work.slots if slot not in slots]
-    if len(left) == len(work.slots):
-        return work
-    return replace(work, slots=left) if left else None
+    return replace(work, slots=left) if left and not isinstance(work, Prefill) else None
 
 
 class GroupKind(enum.Enum):

@@ -65,9 +65,9 @@ _COUNTERS: Final = (
         "triptych:forked_sequences",
         "Sequences that share a prompt computed by another sequence of their request.",
     ),
-    _Family("triptych:prefill_chunks", "Prefill steps."),
-    _Family("triptych:prefill_tokens", "Prompt tokens in prefill steps."),
-    _Family("triptych:prefill_padding_tokens", "Padding tokens in prefill steps."),
+    _Family("triptych:prefill_chunks", "Prefill steps by compiled chunk size.", ("bucket",)),
+    _Family("triptych:prefill_tokens", "Prompt tokens in prefill steps.", ("bucket",)),
+    _Family("triptych:prefill_padding_tokens", "Padding tokens in prefill steps.", ("bucket",)),
     _Family("triptych:decode_steps", "Decode steps by compiled batch size.", ("bucket",)),
     _Family("triptych:decode_rows", "Rows of decode steps that held a request.", ("bucket",)),
     _Family("triptych:decode_padding_rows", "Rows of decode steps that held padding.", ("bucket",)),
@@ -82,6 +82,9 @@ _COUNTERS: Final = (
     _Family("triptych:kv_blocks_evicted", "Cached KV blocks evicted for other content."),
     _Family("triptych:lora_loads", "LoRA adapters loaded into the memory of the hosts."),
     _Family("triptych:lora_evictions", "LoRA adapters freed there for others."),
+    _Family(
+        "triptych:not_finite_requests", "Requests that failed because the model computed NaN or infinity."
+    ),
     _Family("triptych:lora_placements", "LoRA adapters copied to the device."),
     _Family(
         "triptych:pool_batches",

@@ -17,7 +17,13 @@ from protos.service.common_settings import LinkSecuritySettings
 from protos.service.settings import Group
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
-from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
+from scheduler_svc.shapes.buckets import (
+    SMALLEST_CHUNK,
+    BucketStrategy,
+    decode_buckets,
+    divides,
+    prefill_buckets,
+)
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 
@@ -33,6 +39,11 @@ class Settings(LinkSecuritySettings):
         Group.BATCHING: (
             "max_num_seqs",
             "max_num_batched_tokens",
+            "prefill_bucket_strategy",
+            "prefill_bucket_min",
+            "prefill_bucket_step",
+            "prefill_bucket_limit",
+            "prefill_buckets",
             "decode_steps_per_chunk",
             "ttft_target_ms",
             "itl_target_ms",
@@ -103,7 +114,17 @@ class Settings(LinkSecuritySettings):
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
     """Sequences that a replica runs at once. Default: the worker's."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens of one prefill chunk, the static query length of the prefill graph. Default: the worker's."""
+    """Tokens of the largest prefill chunk. Default: the worker's."""
+    prefill_bucket_strategy: BucketStrategy = "exponential"
+    """How the compiled chunk sizes (prefill buckets) are chosen: exponential (exp), linear or manual."""
+    prefill_bucket_min: int = Field(SMALLEST_CHUNK, ge=1)
+    """Smallest prefill bucket, tokens."""
+    prefill_bucket_step: int = Field(2, ge=1)
+    """Divisor (exponential) or difference (linear) between neighbouring prefill buckets."""
+    prefill_bucket_limit: int = Field(4, ge=1)
+    """Largest number of prefill buckets, the chunk included; 1 pads every chunk to the full size."""
+    prefill_buckets: Annotated[tuple[int, ...], NoDecode] = ()
+    """Manual prefill buckets, for example 64,256,512, whatever the strategy. The largest is the chunk."""
     block_size: int | None = Field(None, ge=1)
     """Tokens of one KV block. Must divide the prefill chunk or be a multiple of it. Default: the worker's."""
     num_blocks: int | None = Field(None, ge=2)
@@ -113,27 +134,27 @@ class Settings(LinkSecuritySettings):
     """Reuse the KV cache of prompt prefixes that were computed before."""
     sub_block_cache: bool = Field(True)
     """Let a prefix hit end inside a block and copy the start of that block. Otherwise hits end at blocks."""
-    cache_generated_tokens: bool = Field(False)
-    """Also cache generated tokens. A hit on them is not bit-exact with a miss."""
+    cache_generated_tokens: bool = Field(True)
+    """Also cache generated tokens. Where chunks are not exact, they are rounded as decode steps round."""
     keep_windows: Literal["junctions", "ends"] = "junctions"
     """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest
     (junctions), or only those at the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
-    """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all prefill
-    first, which stalls decoding."""
+    """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all
+    prefill first, which stalls decoding."""
     ttft_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is prefilled at
-    once. 0 for none."""
+    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is
+    prefilled at once. 0 for none."""
     itl_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0 for
-    none."""
+    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0
+    for none."""
     lease_steps: int = Field(8, ge=1, le=1000)
     """Decode steps that a worker may run in a row on its own while there is no other work."""
     event_interval_ms: float = Field(0.0, ge=0)
-    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each step's at
-    once."""
+    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each
+    step's at once."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)
@@ -198,14 +219,16 @@ class Settings(LinkSecuritySettings):
     drain_s: float = Field(30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM or SIGINT, seconds."""
 
-    @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
+    @field_validator(
+        "prefill_buckets", "decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
 
-    @field_validator("decode_bucket_strategy", mode="before")
+    @field_validator("prefill_bucket_strategy", "decode_bucket_strategy", mode="before")
     @classmethod
     def _lower_case(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value  # as in vLLM-RBLN
@@ -274,11 +297,12 @@ class Settings(LinkSecuritySettings):
     @model_validator(mode="after")
     def _go_together(self) -> Self:
         """Checks the sizes, as far as that is possible without knowing the worker."""
-        chunk, block = self.max_num_batched_tokens, self.block_size
-        if chunk and block and chunk % block and block % chunk:
+        chunk, block = self.chunk(0), self.block_size
+        if chunk and block and not divides(chunk, block):
             raise ValueError(
                 f"max_num_batched_tokens {chunk} (the prefill chunk) and block_size {block} must divide one another"
             )
+        self.chunk_sizes(chunk or SMALLEST_CHUNK, block or 1)
         most = self.max_num_seqs
         if self.decode_bucket_strategy == "manual":
             # Without max_num_seqs, the largest manual bucket is the largest batch. With it, the largest batch
@@ -289,6 +313,26 @@ class Settings(LinkSecuritySettings):
         if most is not None:
             self.buckets(most)
         return self
+
+    def chunk(self, default: int) -> int:
+        """Returns the tokens of the largest prefill chunk; `default` if the settings leave it open."""
+        return self.max_num_batched_tokens or max(self.prefill_buckets, default=default)
+
+    def chunk_sizes(self, chunk: int, block_size: int) -> tuple[int, ...]:
+        """Returns the prefill buckets for chunks of up to `chunk` tokens.
+
+        Raises:
+            ValueError: a setting breaks a rule; the text names both.
+        """
+        return prefill_buckets(
+            "manual" if self.prefill_buckets else self.prefill_bucket_strategy,
+            chunk=chunk,
+            block_size=block_size,
+            minimum=self.prefill_bucket_min,
+            step=self.prefill_bucket_step,
+            limit=self.prefill_bucket_limit,
+            manual=self.prefill_buckets,
+        )
 
     def buckets(self, max_batch: int) -> tuple[int, ...]:
         """Returns the decode buckets for batches of up to `max_batch` rows.

@@ -1,14 +1,14 @@
 """Pooling models: one result per prompt, in static shapes and graphs, without a KV cache."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 
-from protos.errors import Internal
-from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
+from protos.errors import Internal, NotFinite
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, without_slots
 from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import (
     GraphOptions,
@@ -155,12 +155,13 @@ class PoolRunner:
         for signature in one_by_one(self.signatures(), progress):
             self._pool([], PoolShape(signature.query_len, signature.batch, signature.packed))
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs a step. A request fails alone if its admission is refused or its result is not finite.
+        """Runs a step; returns the refused admissions, then an output for each slot of the work."""
+        return self.launch(plan).wait()
 
-        Returns:
-            An output for each refused admission, then for each other slot of the work, in the work's order.
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Runs a step. A request fails alone if its admission is refused or its result is not finite.
 
         Raises:
             Internal: if the plan contradicts earlier plans.
@@ -171,22 +172,15 @@ class PoolRunner:
         for request in plan.admit:
             if (error := self._admit(request)) is not None:
                 refused[request.slot] = SlotOutput(request.slot, (), error=error)
-        if plan.work is None:
-            return list(refused.values())
-        if not isinstance(plan.work, Pool):
+        work = without_slots(plan.work, refused)
+        if work is None:
+            return PendingStep(refused=list(refused.values()))
+        if not isinstance(work, Pool):
             raise Internal("the plan generates tokens, but this is a pooling model")
-        requests = self._requests_of(plan.work, refused)
-        if not requests:
-            return list(refused.values())
-        shape = plan.work.shape
-        results = self._finish(requests, self._pool(requests, shape), is_packed=shape.packed)
+        requests = self._requests_of(work)
+        results = self._finish(requests, self._pool(requests, work.shape), is_packed=work.shape.packed)
         outputs = [_output(request.slot, row) for request, row in zip(requests, results, strict=True)]
-        return [*refused.values(), *outputs]
-
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        """Runs a step, which is never leased; see `execute`."""
-        del leased
-        return PendingStep(self.execute(plan))
+        return PendingStep(work, list(refused.values()), outputs)
 
     def reset(self) -> None:
         """Frees every slot."""
@@ -207,7 +201,7 @@ class PoolRunner:
         self._slots[request.slot] = request
         return None
 
-    def _requests_of(self, work: Pool, refused: Mapping[int, SlotOutput]) -> list[Admission]:
+    def _requests_of(self, work: Pool) -> list[Admission]:
         """Returns the admitted requests of a step, checked against its shape."""
         shape = work.shape
         if shape not in self._shapes or len(work.slots) > shape.batch:
@@ -216,8 +210,6 @@ class PoolRunner:
             raise Internal("the plan names a slot twice")
         requests = []
         for slot in work.slots:
-            if slot in refused:
-                continue
             request = self._slots.get(slot)
             if request is None:
                 raise Internal(f"the plan names slot {slot}, which is free")
@@ -359,5 +351,5 @@ def _output(slot: int, row: torch.Tensor) -> SlotOutput:
     values: list[float] = row.flatten().tolist()
     # A sum of float32 values in float64 is finite unless one of them is not.
     if not math.isfinite(sum(values)):
-        return SlotOutput(slot, (), error=Internal("the model's result for this request is not finite"))
+        return SlotOutput(slot, (), error=NotFinite("the model computed NaN or infinity"))
     return SlotOutput(slot, (), pooled=values)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from protos.limits import MAX_RANKS
 from protos.service.common_settings import LinkSecuritySettings
 from protos.service.settings import Group, MayBeEmpty
 from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, RblnBackend
@@ -354,6 +355,10 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     def _check_ranks(self) -> None:
         tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
         count = tensor * pipeline
+        if count > MAX_RANKS:
+            raise ValueError(
+                f"--tensor-parallel-size {tensor} times --pipeline-parallel-size {count // tensor} is more than {MAX_RANKS} ranks"
+            )
         if self.world_size is not None and self.world_size != count:
             raise ValueError(
                 f"--world-size {self.world_size} is not --tensor-parallel-size {tensor} times"

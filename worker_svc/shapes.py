@@ -178,7 +178,7 @@ class ShapeConfig:
     max_num_seqs: int
     """Number of slots."""
     chunk: int
-    """Tokens in a prefill step."""
+    """Tokens in the largest prefill step."""
     block_size: int
     """Tokens in a paged block."""
     decode_buckets: tuple[int, ...]
@@ -187,6 +187,13 @@ class ShapeConfig:
     """Blocks per group, including the null block. Empty: as many as the memory allows."""
     windows_kept_per_slot: int = 0
     """Windows per slot in counted pools, in addition to the slot's own, for prefix hits."""
+    prefill_buckets: tuple[int, ...] = ()
+    """Chunk sizes, ascending; the last is `chunk`. Empty: `chunk` alone."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Tokens of each prefill graph, ascending."""
+        return self.prefill_buckets or (self.chunk,)
 
     @property
     def table_width(self) -> int:
@@ -207,7 +214,8 @@ class ShapeConfig:
         Raises:
             ConfigurationRefused: naming the first unfit value and a fitting value.
         """
-        sizes = (self.max_model_len, self.max_num_seqs, self.chunk, self.block_size, *self.decode_buckets)
+        graphs = (*self.chunk_sizes, *self.decode_buckets)
+        sizes = (self.max_model_len, self.max_num_seqs, self.chunk, self.block_size, *graphs)
         if min(sizes) < 1 or not self.decode_buckets:
             raise ConfigurationRefused(f"every size must be at least 1, got {self}")
         if self.block_size % block_size_multiple:
@@ -215,10 +223,7 @@ class ShapeConfig:
                 f"this device does not support block size {self.block_size};"
                 f" use a multiple of {block_size_multiple}"
             )
-        if self.chunk % self.block_size and self.block_size % self.chunk:
-            raise ConfigurationRefused(
-                f"chunk {self.chunk} and block size {self.block_size} must divide one another; change either"
-            )
+        self._check_chunk_sizes()
         for group in groups:
             group.check_block_size(self.block_size)
         if self.max_model_len > longest_context:
@@ -245,6 +250,16 @@ class ShapeConfig:
                     f"{count} blocks of KV group {group.group_id} cannot hold one sequence of"
                     f" {self.max_model_len} tokens;"
                     f" at least {least} are needed"
+                )
+
+    def _check_chunk_sizes(self) -> None:
+        sizes, chunk, block_size = self.chunk_sizes, self.chunk, self.block_size
+        if list(sizes) != sorted({*sizes, chunk}) or sizes[-1] > chunk:
+            raise ConfigurationRefused(f"prefill buckets must ascend to the chunk {chunk}, got {sizes}")
+        for size in sizes:
+            if size % block_size and block_size % size:
+                raise ConfigurationRefused(
+                    f"chunk {size} and block size {block_size} must divide one another; change either"
                 )
 
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.settings import Settings as SchedulerSettings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
-from scheduler_svc.workers.descriptions import copies_blocks_from_proto, description_from_proto
+from scheduler_svc.workers.descriptions import configured_description, description_from_proto
 from scheduler_svc.workers.engine_protocol import WorkerLink
 from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
 from worker_svc.api.convert import description_to_proto, ready_to_proto, shapes_from_proto
@@ -184,8 +184,8 @@ class _Parity:
         setup = GeneratingReplicas(shapes, self._engine, histogram, time.monotonic).set_up("", description)
         configured = worker.configure(shapes_from_proto(setup.request), lambda *_: None)
         ready = ready_to_proto(configured, 0.0).ready
-        self._copies_blocks = copies_blocks_from_proto(ready.block_copies)
-        description = replace(description, copies_blocks=self._copies_blocks)
+        description = configured_description(description, [ready])
+        self._copies_blocks = description.copies_blocks
         none: Any = lambda *_: None  # noqa: E731
         link = WorkerLink(none, none, none, none, none, lambda: False)
         self._scheduler = setup.attach(description, tuple(ready.num_blocks), "", link)
@@ -203,7 +203,8 @@ class _Parity:
         while (plan := self._scheduler.step()) is not None:
             if isinstance(plan.work, Decode):
                 self._num_steps[plan.work.bucket] += 1
-            self._scheduler.update(StepResult(plan.step, outputs=self.worker.execute(plan)))
+            outputs, num_steps = self.worker.execute(plan), int(plan.work is not None)
+            self._scheduler.update(StepResult(plan.step, outputs=outputs, num_steps=num_steps))
             self._engine.dispatch()
         return answers
 

@@ -205,8 +205,8 @@ def _shapes(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Wor
         raise Note(nothing_to_precompile(level, worker.device.name))
     if request.pool_shapes:
         return f"{len(request.pool_shapes)} pool shapes fit"
-    buckets = ",".join(map(str, request.decode_buckets))
-    return f"chunks of {request.chunk} tokens and decode buckets {buckets} fit"
+    chunks, buckets = (",".join(map(str, each)) for each in (request.prefill_buckets, request.decode_buckets))
+    return f"prefill buckets {chunks} and decode buckets {buckets} fit"
 
 
 def _adapters(modules: Sequence[str], worker: "Worker") -> str:

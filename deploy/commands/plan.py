@@ -1,4 +1,4 @@
-"""`triptych plan`: proposes the decode buckets that pad least for the batch sizes of a scheduler."""
+"""`triptych plan`: proposes the decode and prefill buckets that pad least for the traffic of a scheduler."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from protos.service.help import ArgumentParser
 from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path
-from scheduler_svc.shapes.buckets import BucketPlan, BucketUsage, decode_buckets, plan_buckets
+from scheduler_svc.shapes.buckets import BucketPlan, BucketUsage, decode_buckets, plan_buckets, plan_chunks
 
 
 class _NoPlanError(Exception):
@@ -25,10 +25,11 @@ def main(argv: list[str]) -> int:
         path = arguments.histogram or histogram_path(arguments.state_dir or _state_dir())
         recorded = _read(path)
         plan = _plan(recorded, arguments.graphs, arguments.max_batch)
+        prefill = _plan_prefill(recorded, arguments.prefill_graphs)
     except (_NoPlanError, ConfigurationRefused) as error:
         print(f"triptych plan: {error}", file=sys.stderr)
         return 1 if isinstance(error, _NoPlanError) else 2
-    proposal = _proposal(path, recorded, plan)
+    proposal = _proposal(path, recorded, plan, prefill)
     print(json.dumps(proposal, indent=2) if arguments.json else _table(proposal))
     return 0
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="triptych plan",
-        description="Reads the batch sizes of a scheduler's decode steps and proposes the buckets that pad least.",
+        description="Reads the sizes of a scheduler's steps and proposes the buckets that pad least.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -47,6 +48,12 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument(
         "--graphs", type=_count, metavar="N", help="compile at most N decode graphs (default: as many as now)"
+    )
+    parser.add_argument(
+        "--prefill-graphs",
+        type=_count,
+        metavar="N",
+        help="compile at most N prefill graphs (default: as many as now)",
     )
     parser.add_argument(
         "--max-batch",
@@ -98,7 +105,18 @@ def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) 
     return plan_buckets(counts, current, max_batch=most, graphs=graphs or len(current))
 
 
-def _proposal(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[str, Any]:
+def _plan_prefill(recorded: RecordedBatches, graphs: int | None) -> BucketPlan | None:
+    current = recorded.prefill_buckets
+    if not current or not recorded.chunk_counts:
+        return None
+    return plan_chunks(
+        recorded.chunk_counts, current, block_size=recorded.block_size, graphs=graphs or len(current)
+    )
+
+
+def _proposal(
+    path: Path, recorded: RecordedBatches, plan: BucketPlan, prefill: BucketPlan | None
+) -> dict[str, Any]:
     buckets = ",".join(map(str, plan.best.buckets))
     flags = ["--decode-bucket-strategy", "manual", "--decode-buckets", buckets]
     environment = {
@@ -109,42 +127,68 @@ def _proposal(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[s
     if recorded.buckets and most != recorded.buckets[-1]:
         flags += ["--max-num-seqs", str(most)]
         environment["TRIPTYCH_MAX_NUM_SEQS"] = str(most)
+    if prefill is not None:
+        chunks = ",".join(map(str, prefill.best.buckets))
+        flags += ["--prefill-buckets", chunks]
+        environment["TRIPTYCH_PREFILL_BUCKETS"] = chunks
     return {
         "histogram": str(path),
         "model": recorded.model,
-        "steps": plan.current.num_steps,
-        "mean_rows": plan.current.num_rows / plan.current.num_steps,
-        "now": _usage(plan.current),
-        "proposed": _usage(plan.best),
-        "gain": plan.gain,
+        **_comparison(plan, "rows"),
+        "prefill": None if prefill is None else _comparison(prefill, "tokens"),
         "flags": flags,
         "environment": environment,
     }
 
 
-def _usage(usage: BucketUsage) -> dict[str, Any]:
+def _comparison(plan: BucketPlan, unit: str) -> dict[str, Any]:
+    return {
+        "steps": plan.current.num_steps,
+        f"mean_{unit}": plan.current.num_rows / plan.current.num_steps,
+        "now": _usage(plan.current, unit),
+        "proposed": _usage(plan.best, unit),
+        "gain": plan.gain,
+    }
+
+
+def _usage(usage: BucketUsage, unit: str) -> dict[str, Any]:
     return {
         "buckets": list(usage.buckets),
-        "rows": usage.rows_run,
-        "padded_rows": usage.padded_rows,
+        unit: usage.rows_run,
+        f"padded_{unit}": usage.padded_rows,
         "padding_share": usage.padding_share,
     }
 
 
 def _table(proposal: dict[str, Any]) -> str:
-    title = f"{proposal['histogram']}: {proposal['model']}, {proposal['steps']:,} decode steps"
-    lines = [f"{title}, {proposal['mean_rows']:.1f} rows each", ""]
-    lines.append(f"{'':<8}  {'graphs':>6}  {'rows run':>16}  {'padded rows':>16}  {'share':>6}  buckets")
-    for name in ("now", "proposed"):
-        usage, buckets = proposal[name], ",".join(map(str, proposal[name]["buckets"]))
-        counts = f"{len(usage['buckets']):>6}  {usage['rows']:>16,}  {usage['padded_rows']:>16,}"
-        lines.append(f"{name:<8}  {counts}  {usage['padding_share']:>6.1%}  {buckets}")
-    if proposal["now"]["buckets"] == proposal["proposed"]["buckets"]:
-        lines += ["", "The current buckets are already the best; more --graphs may pad less."]
+    lines = [f"{proposal['histogram']}: {proposal['model']}", ""]
+    parts = [("decode", "rows", proposal), ("prefill", "tokens", proposal["prefill"])]
+    for kind, unit, part in parts:
+        if part is not None:
+            lines += [*_part(kind, unit, part), ""]
+    changed = [part for _, _, part in parts if part and part["now"]["buckets"] != part["proposed"]["buckets"]]
+    if not changed:
+        lines.append("The current buckets are already the best; more graphs may pad less.")
         return "\n".join(lines)
-    gain = proposal["gain"]
-    change = f"{abs(gain):.1%} {'fewer' if gain >= 0 else 'more'} rows to run"
-    lines += ["", f"Expected: {change}. To use them, also with `triptych up`:"]
-    lines += [f"  triptych scheduler {' '.join(proposal['flags'])}", "or"]
+    lines += [
+        "To use them, also with `triptych up`:",
+        f"  triptych scheduler {' '.join(proposal['flags'])}",
+        "or",
+    ]
     lines += [f"  {name}={value}" for name, value in proposal["environment"].items()]
     return "\n".join(lines)
+
+
+def _part(kind: str, unit: str, part: dict[str, Any]) -> list[str]:
+    lines = [f"{part['steps']:,} {kind} steps, {part[f'mean_{unit}']:.1f} {unit} each"]
+    lines.append(
+        f"{'':<8}  {'graphs':>6}  {f'{unit} run':>16}  {f'padded {unit}':>16}  {'share':>6}  buckets"
+    )
+    for name in ("now", "proposed"):
+        usage, buckets = part[name], ",".join(map(str, part[name]["buckets"]))
+        counts = f"{len(usage['buckets']):>6}  {usage[unit]:>16,}  {usage[f'padded_{unit}']:>16,}"
+        lines.append(f"{name:<8}  {counts}  {usage['padding_share']:>6.1%}  {buckets}")
+    gain = part["gain"]
+    if part["now"]["buckets"] != part["proposed"]["buckets"]:
+        lines.append(f"Expected: {abs(gain):.1%} {'fewer' if gain >= 0 else 'more'} {unit} to run.")
+    return lines

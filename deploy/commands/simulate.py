@@ -18,6 +18,7 @@ from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.simulation.capacity import find_rate
 from scheduler_svc.simulation.generator import KINDS, Range, generate
+from scheduler_svc.simulation.plot import svg
 from scheduler_svc.simulation.requests import SimulatedRequest
 from scheduler_svc.simulation.run import simulate
 from scheduler_svc.simulation.step_times import StepTimes, learn, profiles
@@ -47,6 +48,13 @@ def main(argv: list[str]) -> int:
         print(f"triptych simulate: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationRefused) else 1
     print(_table(results))
+    curves = {
+        ", ".join(filter(None, [_named(result), tenant])): times
+        for result in results
+        for tenant, times in result.pop("curves").items()
+    }
+    if options.svg:
+        options.svg.write_text(svg(curves))
     if options.json:
         result = {"sweep": results} if options.sweep else results[0]
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -122,6 +130,7 @@ def _add_deployment(with_what: argparse._ArgumentGroup) -> None:
 
 def _add_answer(answer: argparse._ArgumentGroup) -> None:
     answer.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    answer.add_argument("--svg", type=Path, metavar="FILE", help="also plot the times")
     answer.add_argument(
         "--find",
         choices=["rate"],
@@ -274,7 +283,7 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
     rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
     notes = []
     for result in results:
-        name = ", ".join(f"{flag} {value}" for flag, value in result.get("settings", {}).items())
+        name = _named(result)
         rows.append((name or "all", *_cells(result)))
         tenants = result["tenants"].items() if len(result["tenants"]) > 1 else ()
         rows += [(f"  {tenant or 'no tenant'}", *_cells(figures)) for tenant, figures in tenants]
@@ -291,6 +300,11 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]  # fmt: skip
     return "\n".join([*lines, "", *notes])
+
+
+def _named(result: Mapping[str, Any]) -> str:
+    """Returns the swept settings of a result as text; empty without a sweep."""
+    return ", ".join(f"{flag} {value}" for flag, value in result.get("settings", {}).items())
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:

@@ -4,9 +4,6 @@ import json
 import re
 from typing import Final
 
-from protos.errors import InvalidArgument
-from protos.limits import MAX_NAME_BYTES
-
 _MODULE: Final = re.compile(r"[^\s,]+")
 _SEPARATORS: Final = " \t\n,"
 
@@ -58,17 +55,3 @@ def name_and_path(module: str) -> tuple[str, str]:
             ' as JSON: {"name": "sql", "path": "/my adapters/sql"}'
         )
     return name, path
-
-
-def check_name(name: str) -> None:
-    """Checks the name of a new adapter.
-
-    Raises:
-        InvalidArgument: it is empty, too long or not printable.
-    """
-    if not name or name != name.strip() or not name.isprintable():
-        raise InvalidArgument(
-            "an adapter's name must be printable text without spaces around it", param="name"
-        )
-    if len(name.encode()) > MAX_NAME_BYTES:
-        raise InvalidArgument(f"an adapter's name has at most {MAX_NAME_BYTES} bytes", param="name")

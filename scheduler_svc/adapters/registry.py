@@ -1,11 +1,12 @@
 """The LoRA adapters that requests can name."""
 
 import itertools
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable
+from protos.limits import MAX_NAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,12 @@ class LoadedAdapter:
     """Hash of the configuration and the weights; adapters with equal hashes compute the same."""
     revision: str = ""
     """The commit at which the hub had it; empty for a folder."""
+    displaced: Collection[int] = ()
+    """Ids of the loads that left the host for it."""
+
+
+LoadAnswer: TypeAlias = Callable[[LoadedAdapter | TriptychError], None]
+"""Called once with what the ranks of a replica say about an adapter, or why they cannot load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,7 @@ class AdapterRegistry:
 
     def __init__(self, expected: Collection[str] = ()) -> None:
         """Starts without adapters; those with `expected` names are going to be loaded."""
-        # No worker can have an adapter of an earlier scheduler under the same id.
-        self._ids = itertools.count(time.time_ns() // 1000)
+        self._ids = itertools.count(1)
         self._adapters: dict[str, Adapter] = {}
         self._expected = set(expected)
         self._refused: dict[str, str] = {}
@@ -97,18 +103,8 @@ class AdapterRegistry:
         )
 
     def begin(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
-        """Reserves a name and returns the adapter that is to be loaded.
-
-        Args:
-            name: the adapter's name.
-            source: where the workers find it.
-            in_place: whether it may take the name of another adapter.
-            expected: whether it is the adapter for which the name was kept.
-
-        Raises:
-            InvalidArgument: the name is taken.
-            Unavailable: the name is kept for an adapter of the settings that is not loaded yet.
-        """
+        """Reserves a name and returns the adapter that is to be loaded; see :meth:`AdapterControl.load`."""
+        _check_text(name, source)
         if name in (self.served_name, *self.aliases):
             raise InvalidArgument(
                 f"{name!r} is the name of the base model; choose another name", param="name"
@@ -133,11 +129,8 @@ class AdapterRegistry:
 
     def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
         """Gives an adapter its name; returns it with its facts, and the adapter that had the name before."""
-        name, complete = (
-            adapter.name,
-            replace(adapter, rank=facts.rank, digest=facts.digest, revision=facts.revision),
-        )
-        earlier = self._adapters.get(name)
+        complete = replace(adapter, rank=facts.rank, digest=facts.digest, revision=facts.revision)
+        name, earlier = adapter.name, self._adapters.get(adapter.name)
         self._adapters[name] = complete
         self._loading.discard(name)
         self._expected.discard(name)
@@ -163,3 +156,14 @@ class AdapterRegistry:
         if name not in self._adapters:
             raise NotFound(f"no adapter is called {name!r}", param="name")
         return self._adapters.pop(name)
+
+
+def _check_text(name: str, source: str) -> None:
+    if not name or name != name.strip() or not name.isprintable():
+        raise InvalidArgument(
+            "an adapter's name must be printable text without spaces around it", param="name"
+        )
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"an adapter's name has at most {MAX_NAME_BYTES} bytes", param="name")
+    if not source:
+        raise InvalidArgument("the adapter's path is empty; send a folder or hub id", param="source")

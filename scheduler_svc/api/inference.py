@@ -5,6 +5,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -16,7 +17,7 @@ from protos.errors import (
     Unavailable,
     abort,
 )
-from protos.limits import MAX_REQUEST_ID_BYTES
+from protos.limits import LONG_PROMPT, MAX_REQUEST_ID_BYTES
 from protos.service.backpressure import UnreadLimits
 from protos.service.grpc_options import ACCEPTED_HEADER, SCHEMA_REVISION
 from protos.service.logs import get_logger
@@ -133,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: list[str] = []
         try:
             with self._buffer(mine, self._direct) as buffer:
-                submission = self._submit(request, buffer, direct=True)
+                submission = await self._submit(request, buffer, direct=True)
                 mine.append(submission.request_id)
                 left = len(submission.sequences)
                 while left:
@@ -205,7 +206,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        submission = self._submit(message.generate, buffer, direct=False)
+                        submission = await self._submit(message.generate, buffer, direct=False)
                         mine.add(submission.request_id)
                         buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
@@ -289,14 +290,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 param="model",
             )
 
-    def _submit(
+    async def _submit(
         self, request: inference_pb2.GenerateRequest, buffer: EventBuffer, *, direct: bool
     ) -> Submission:
         try:
             if direct:
                 self._check_open()
             self._check_model(request.model)
-            submission = submission_from_proto(request, self._tracer)
+            if len(request.prompt_token_ids) > LONG_PROMPT:
+                submission = await self._read_long(request)
+            else:
+                submission = submission_from_proto(request, self._tracer)
             self._engine.submit(submission, buffer)
         except TriptychError as error:
             self.metrics.unserved.refused(error)
@@ -308,6 +312,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
             raise
         return submission
+
+    async def _read_long(self, request: inference_pb2.GenerateRequest) -> Submission:
+        """Reads a request with a long prompt, and hashes it, while other requests go on."""
+        submission = await asyncio.to_thread(submission_from_proto, request, self._tracer)
+        submission = replace(submission, largest_id=max(submission.prompt_token_ids))
+        await asyncio.sleep(0)
+        adapter = self._engine.adapters.resolve(submission.lora_name, submission.lora_digest)
+        if (hasher := self._engine.prefixes.hasher()) is None:
+            return submission
+        chain = await asyncio.to_thread(hasher, submission.prompt_token_ids, adapter, submission.cache_salt)
+        return replace(submission, hash_chain=chain)
 
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
@@ -393,7 +408,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             adapter = await self.loras.load(request.name, request.source, in_place=request.load_inplace)
         except TriptychError as error:
             await abort(context, error)
-        return lora_to_proto(adapter, self.loras.replicas_of(adapter))
+        return lora_to_proto(adapter, self._engine.adapters.holders(adapter))
 
     async def UnloadLora(
         self, request: inference_pb2.UnloadLoraRequest, context: Context
@@ -409,9 +424,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListLorasRequest, context: Context
     ) -> inference_pb2.ListLorasResponse:
         """Lists the LoRA adapters that requests can name."""
-        loras = [
-            lora_to_proto(adapter, replica_ids) for adapter, replica_ids in self._engine.adapters.listed()
-        ]
+        adapters = self._engine.adapters
+        loras = [lora_to_proto(adapter, adapters.holders(adapter)) for adapter in adapters.registry]
         return inference_pb2.ListLorasResponse(loras=loras)
 
     async def _served(self, context: Context) -> ServedFiles:

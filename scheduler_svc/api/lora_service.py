@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from protos.errors import InvalidArgument, TriptychError, Unsupported
+from protos.errors import TriptychError, Unsupported
 from protos.service.logs import get_logger
-from scheduler_svc.adapters.modules import check_name, name_and_path
+from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.workers.deployment import Deployment
 
@@ -24,9 +24,6 @@ class LoraService:
         self._serving = False
         # Adapters of the settings that have not been tried yet.
         self._untried = set(self._modules)
-        # Loads of adapters of the settings under way, and what changes with them.
-        self._num_loading = 0
-        self._room = asyncio.Condition()
         self._ready_listeners: list[Callable[[bool], None]] = []
         self._log = get_logger()
         deployment.on_serving(self._on_serving)
@@ -38,14 +35,8 @@ class LoraService:
         adapter, and `expected` marks an adapter from the settings.
 
         Raises:
-            InvalidArgument: the name or the adapter is bad, or the name is taken.
-            Unavailable: the name is kept for an adapter of the settings.
-            Unsupported: the workers run no adapters.
-            TriptychError: the workers cannot load the adapter.
+            TriptychError: see :meth:`AdapterControl.load`, and the workers' reasons.
         """
-        check_name(name)
-        if not source:
-            raise InvalidArgument("the adapter's path is empty; send a folder or hub id", param="source")
         outcome: asyncio.Future[Adapter | TriptychError] = asyncio.get_running_loop().create_future()
 
         def done(result: Adapter | TriptychError) -> None:
@@ -58,11 +49,6 @@ class LoraService:
         if isinstance(result, TriptychError):
             raise result
         return result
-
-    def replicas_of(self, adapter: Adapter) -> list[str]:
-        """Returns the replicas with an adapter on their host."""
-        listed = self._deployment.engine.adapters.listed()
-        return next((replicas for one, replicas in listed if one.adapter_id == adapter.adapter_id), [])
 
     def on_ready(self, listener: Callable[[bool], None]) -> None:
         """Calls `listener` with whether requests can run, the adapters of the settings included.
@@ -82,21 +68,16 @@ class LoraService:
             self._task = asyncio.create_task(self._load_modules(), name="lora-modules")
 
     async def _load_modules(self) -> None:
-        await asyncio.gather(*(self._load_module(*module) for module in self._modules.items()))
+        # More loads than the smallest host has places would be refused.
+        places = asyncio.Semaphore(max(1, self._deployment.engine.adapters.smallest_host))
+        await asyncio.gather(*(self._load_module(*module, places) for module in self._modules.items()))
 
-    async def _load_module(self, name: str, source: str) -> None:
+    async def _load_module(self, name: str, source: str, places: asyncio.Semaphore) -> None:
         """Loads an adapter of the settings, until it is loaded or refused for good."""
         reason = ""
         while True:
-            async with self._room:
-                await self._room.wait_for(self._has_room)
-                self._num_loading += 1
-            try:
+            async with places:
                 error = await self._try(name, source)
-            finally:
-                async with self._room:
-                    self._num_loading -= 1
-                    self._room.notify_all()
             self._untried.discard(name)
             self._tell()
             if error is None:
@@ -105,10 +86,6 @@ class LoraService:
                 reason = error.message
                 self._log.warning("adapter_delayed", name=name, source=source, reason=reason)
             await asyncio.sleep(_RETRY_S)
-
-    def _has_room(self) -> bool:
-        """Whether the hosts hold another adapter; a load beyond their capacity would be refused."""
-        return self._num_loading < max(1, self._deployment.engine.adapters.smallest_host)
 
     async def _try(self, name: str, source: str) -> TriptychError | None:
         """Loads an adapter; returns the error if it may pass."""
@@ -119,7 +96,7 @@ class LoraService:
                 return error
             # Workers that run adapters may join later.
             for_good = not isinstance(error, Unsupported)
-            self._deployment.engine.adapters.refuse(name, error, for_good=for_good)
+            self._deployment.engine.adapters.registry.refuse(name, error, for_good=for_good)
             if not for_good:
                 return error
             self._log.error("adapter_refused", name=name, source=source, reason=error.message)

@@ -3,8 +3,10 @@
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from protos.errors import Aborted, InvalidArgument
+from protos.limits import SLICE
 from protos.service.grpc_options import FULL_MESSAGE_BYTES, file_chunks
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
@@ -32,11 +34,11 @@ def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer
         params.seed = secrets.randbits(63)
     return Submission(
         request_id=request.request_id or secrets.token_hex(16),
-        prompt_token_ids=tuple(request.prompt_token_ids),
+        prompt_token_ids=_ids_of(request.prompt_token_ids),
         sampling=Sampling(params),
         n=request.n if request.HasField("n") else 1,
         resumed=tuple(
-            Resumed(one.sequence, tuple(one.token_ids), one.finished, one.worker_losses)
+            Resumed(one.sequence, _ids_of(one.token_ids), one.finished, one.worker_losses)
             for one in request.resumed
         ),
         priority=request.priority,
@@ -48,6 +50,12 @@ def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer
         silent_s=request.silent_ms / 1000,
         tracing=_trace_context(request, tracer),
     )
+
+
+def _ids_of(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Returns the token ids of a message; other threads run after each slice."""
+    slices = (token_ids[start : start + SLICE] for start in range(0, len(token_ids), SLICE))
+    return tuple(chain.from_iterable(slices))
 
 
 def _trace_context(

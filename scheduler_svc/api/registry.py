@@ -15,6 +15,7 @@ from protos.errors import (
     Unavailable,
     abort,
 )
+from protos.limits import MAX_RANKS
 from protos.service.channels import PLAIN, LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION, unix_address
 from protos.service.logs import get_logger
@@ -64,6 +65,11 @@ def _sizes_of(request: registry_pb2.RegisterRequest) -> ParallelSizes:
         raise ConfigurationRefused(
             f"{name} says --world-size {world_size}, but --tensor-parallel-size {tensor} x "
             f"--pipeline-parallel-size {pipeline} is {sizes.world_size}"
+        )
+    if world_size > MAX_RANKS:
+        raise ConfigurationRefused(
+            f"{name} says --tensor-parallel-size {tensor} x --pipeline-parallel-size {pipeline}; "
+            f"a replica has at most {MAX_RANKS} ranks"
         )
     if request.rank >= world_size:
         raise ConfigurationRefused(f"{name} does not exist: --rank must be below --world-size {world_size}")
@@ -178,6 +184,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
                 self._make_driver,
                 partial(self._deployment.starting.__setitem__, address.replica_id),
                 partial(self._close, address.replica_id),
+                wait_s=self._step_timeout_s,
             )
         return group.join(address)
 

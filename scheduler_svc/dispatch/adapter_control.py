@@ -1,20 +1,16 @@
-"""LoRA adapters as clients and workers see them: load, unload, list, and the workers' answers."""
+"""LoRA adapters as clients, waiting requests and workers see them: load, unload, list, and their answers."""
 
-from collections.abc import Callable, Collection
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protos.errors import (
-    InvalidArgument,
-    NotFound,
-    Overloaded,
-    TriptychError,
-    Unavailable,
-    Unsupported,
-)
+from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.service.logs import get_logger
 from scheduler_svc.adapters.registry import Adapter, AdapterRegistry, LoadedAdapter
-from scheduler_svc.dispatch.queueing import Queues
-from scheduler_svc.requests.request import Request
+from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.requests.request import Request, RequestState
 
 Outcome = Callable[[Adapter | TriptychError], None]
 """Receives a new adapter, or why it was refused. Must not call back into the engine."""
@@ -26,45 +22,66 @@ class _Introduction:
 
     adapter: Adapter
     done: Outcome
-    asked: set[str]
-    """Replicas that have not answered."""
-    facts: list[LoadedAdapter] = field(default_factory=list)
-    refusals: list[TriptychError] = field(default_factory=list)
+    answers: dict[str, LoadedAdapter | TriptychError | None] = field(default_factory=dict)
+    """By replica; None as long as it has not answered."""
 
 
 class AdapterControl:
-    """The adapters of a deployment.
+    """The adapters of a deployment, and the replicas that load them.
 
     A new adapter is loaded on every ready replica that has room, and gets its name when all have answered. A
-    single refusal takes it off all of them. Later loads, for requests, need no name.
+    single refusal takes it off all of them. Later loads are for waiting requests. What each replica has is in
+    its :class:`scheduler_svc.adapters.seats.AdapterSeats`.
     """
 
     def __init__(
-        self, queues: Queues, expected: Collection[str], *, fail: Callable[[Request, TriptychError], None], released: Callable[[], None],
+        self, replicas: Mapping[str, AttachedReplica], waiting: Iterable[Request], expected: Collection[str], *,
+        clock: Callable[[], float], fail: Callable[[Request, TriptychError], None], released: Callable[[], None],
         dispatch: Callable[[], None],
     ) -> None:  # fmt: skip
         """Starts without adapters.
 
         Args:
+            replicas: the ready replicas by id.
+            waiting: the requests that no replica has.
             expected: names of adapters that are going to be loaded; requests for them are told to retry.
-            queues: have the requests that wait for adapters, and the replicas' hosts.
+            clock: monotonic seconds.
             fail: ends a request that has no slot.
             released: notes that waiting requests may find room.
             dispatch: gives waiting requests to replicas.
         """
-        self._queues = queues
-        self._queue = queues.adapters
+        self._replicas = replicas
+        self._waiting = waiting
+        self._clock = clock
         self._fail = fail
         self._released = released
         self._dispatch = dispatch
         self._introductions: dict[int, _Introduction] = {}
+        # Live requests by adapter, and the adapters that no new request can name.
+        self._users: Counter[int] = Counter()
+        self._retired: set[int] = set()
+        # No worker can have an adapter of an earlier scheduler under the same id.
+        self._load_ids = itertools.count(time.time_ns() // 1000)
         self._log = get_logger()
         self.registry = AdapterRegistry(expected)
         """Adapters by name."""
 
-    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
-        """Remembers why an adapter of the settings cannot be served; frees its name if that is `for_good`."""
-        self.registry.refuse(name, error, for_good=for_good)
+    @property
+    def _hosts(self) -> Iterator[AttachedReplica]:
+        """The replicas that run adapters."""
+        return (replica for replica in self._replicas.values() if replica.lora is not None)
+
+    @property
+    def max_loras(self) -> int:
+        """Different adapters in a step of the replica that takes most; 0 if no replica runs adapters."""
+        return max((replica.scheduler.adapters.max_used for replica in self._hosts), default=0)
+
+    @property
+    def smallest_host(self) -> int:
+        """Adapters that every replica with adapters holds beside each other; 0 if there is none."""
+        return min((replica.scheduler.adapters.max_held for replica in self._hosts), default=0)
+
+    # ---- clients ----
 
     def resolve(self, name: str, digest: str = "") -> Adapter | None:
         """Returns the adapter that a request names; None for the base model, whose name is empty.
@@ -74,10 +91,13 @@ class AdapterControl:
             digest: of the weights with which the request's answer began; empty if it begins now.
 
         Raises:
-            Unavailable: it is going to be loaded.
+            Unavailable: it is going to be loaded, or no replica runs adapters now.
             NotFound: there is no such adapter, it was refused, or it has other weights than the answer.
         """
-        return self.registry.resolve(name, digest) if name else None
+        adapter = self.registry.resolve(name, digest) if name else None
+        if adapter is not None and self._replicas and not self.max_loras:
+            raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
+        return adapter
 
     def check_size(self, adapter: Adapter, num_tokens: int) -> None:
         """Checks that a new request is not too large for all replicas that may run its adapter.
@@ -85,7 +105,11 @@ class AdapterControl:
         Raises:
             Unavailable: it is; another replica may come.
         """
-        if not self._queue.could_load(adapter, num_tokens):
+        if self._replicas and not any(
+            replica.scheduler.kv and replica.scheduler.kv.fits(num_tokens)
+            for replica in self._hosts
+            if replica.scheduler.adapters.may_load(adapter)
+        ):
             raise Unavailable(
                 f"no worker that is ready holds a request of {num_tokens} tokens and can load the adapter"
                 f" {adapter.name!r}; ask for less, or retry when other workers are there",
@@ -106,22 +130,25 @@ class AdapterControl:
             InvalidArgument: the name is taken.
             Unavailable: the name is kept for an adapter of the settings.
             Unsupported: no replica runs adapters.
-            Overloaded: on every replica, requests use as many adapters as its host holds.
+            Overloaded: every replica needs all the adapters that it holds.
         """
-        if not self._queue.max_loras:
+        if not self.max_loras:
             raise Unsupported(
                 "the workers run no LoRA adapters; start them with --enable-lora (pooling models take none)"
             )
         adapter = self.registry.begin(name, source, in_place=in_place, expected=expected)
-        asked = self._queue.introduce(adapter)
-        if not asked:
-            error = Overloaded(
+        introduction = _Introduction(adapter, done)
+        for replica_id, replica in self._replicas.items():
+            if replica.scheduler.adapters.may_need_more:
+                introduction.answers[replica_id] = None
+                self._load(replica, adapter)
+        if not introduction.answers:
+            self.registry.failed(adapter)
+            raise Overloaded(
                 "requests use every adapter that the workers can hold; retry later, or raise --max-cpu-loras",
                 retry_after_ms=5000,
             )
-            self.registry.failed(adapter)
-            raise error
-        self._introductions[adapter.adapter_id] = _Introduction(adapter, done, set(asked))
+        self._introductions[adapter.adapter_id] = introduction
 
     def unload(self, name: str) -> None:
         """Frees a name. The adapter's requests go on to their end; then it leaves the workers.
@@ -131,95 +158,213 @@ class AdapterControl:
         """
         adapter = self.registry.remove(name)
         self._log.info("adapter_unloaded", name=name, source=adapter.source)
-        self._queue.retire(adapter.adapter_id)
+        self._retire(adapter.adapter_id)
         self._dispatch()
 
-    def listed(self) -> list[tuple[Adapter, list[str]]]:
-        """Returns the adapters that requests can name, each with the replicas that have it on their host."""
-        return [(adapter, self._queue.holders(adapter.adapter_id)) for adapter in self.registry]
+    def holders(self, adapter: Adapter) -> list[str]:
+        """Returns the ids of the replicas that have an adapter on their host."""
+        return [name for name, one in self._replicas.items() if one.scheduler.adapters.holds(adapter)]
 
-    @property
-    def max_loras(self) -> int:
-        """Adapter slots of the replica that has most; 0 if no replica runs adapters."""
-        return self._queue.max_loras
+    # ---- requests ----
 
-    @property
-    def smallest_host(self) -> int:
-        """Adapters that every replica with adapters holds beside each other; 0 if there is none."""
-        return self._queue.smallest_host
+    def add_user(self, request: Request) -> None:
+        """Counts a new live request as a user of its adapter, if it has one."""
+        if request.adapter is not None:
+            self._users[request.adapter.adapter_id] += 1
 
-    # ---- answers of workers ----
+    def remove_user(self, request: Request) -> None:
+        """Ends the use of an adapter by a request that ended."""
+        if request.adapter is None:
+            return
+        adapter_id = request.adapter.adapter_id
+        self._users[adapter_id] -= 1
+        if self._users[adapter_id]:
+            return
+        del self._users[adapter_id]
+        if adapter_id in self._retired:
+            self._free(adapter_id)
+        self.placed(request)
+        self._released()
 
-    def answered(self, replica_id: str, adapter: Adapter, result: LoadedAdapter | TriptychError) -> None:
-        """Takes a replica's answer to a call of :attr:`AdapterHost.load`."""
-        adapter_id = adapter.adapter_id
-        introduction = self._introductions.get(adapter_id)
-        if introduction is None and isinstance(result, LoadedAdapter) and result.digest != adapter.digest:
-            result = _changed(adapter)
-            self._queue.discard(replica_id, adapter_id)
+    def placed(self, request: Request) -> None:
+        """Lets replicas that do not use the adapter of a request forget it: the request waits no more."""
+        if request.adapter is not None:
+            for replica in self._hosts:
+                replica.scheduler.adapters.unwanted(request.adapter.adapter_id)
+
+    def want(self, request: Request, *, stuck: bool = False) -> None:
+        """Has the adapter of a waiting request loaded, if that helps and a replica has room for it.
+
+        Args:
+            request: a request without a slot.
+            stuck: whether it is next in order and found no room. Its adapter then comes to a second replica
+                that has a free slot, or claims a seat if every host is full.
+        """
+        adapter = request.adapter
+        if adapter is None:
+            return
+        adapter_id, hosts = adapter.adapter_id, list(self._hosts)
+        held = any(adapter_id in replica.scheduler.adapters.held for replica in hosts)
+        if request.trace is not None and not held and request.state is RequestState.WAITING:
+            request.trace.waits("adapter", self._clock())
+        if any(adapter_id in replica.scheduler.adapters.loading for replica in hosts) or (held and not stuck):
+            return
+        hosts = self._usable(request)
+        if held:
+            hosts = [
+                one
+                for one in hosts
+                if one.scheduler.has_free_slot and not one.scheduler.adapters.holds(adapter)
+            ]
+        chosen = next((one for one in hosts if one.scheduler.adapters.may_need_more), None)
+        if chosen is not None:
+            self._load(chosen, adapter)
+        elif stuck and hosts and not held:
+            hosts[0].scheduler.adapters.claim(adapter_id, request.rank)
+
+    def _usable(self, request: Request) -> list[AttachedReplica]:
+        """Returns the replicas that may load a request's adapter, the best first."""
+        adapter = request.adapter
+        able = [
+            one
+            for one in self._hosts
+            if one.scheduler.fits(request) and one.scheduler.adapters.may_load(adapter)
+        ]
+        rested = [one for one in able if not one.scheduler.adapters.is_paused(adapter)]
+
+        def order(replica: AttachedReplica) -> tuple[bool, bool, int]:
+            scheduler = replica.scheduler
+            full = len(scheduler.adapters.held) >= scheduler.adapters.max_held
+            return not scheduler.has_free_slot, full, scheduler.num_running
+
+        return sorted(rested or able, key=order)
+
+    def _load(self, replica: AttachedReplica, adapter: Adapter) -> None:
+        assert replica.lora is not None
+        seats, load_id = replica.scheduler.adapters, next(self._load_ids)
+        seats.loading[adapter.adapter_id] = load_id
+        replica.lora.load(adapter, load_id)
+
+    # ---- workers ----
+
+    def attached(self, replica: AttachedReplica) -> None:
+        """Has a new replica load as many of the registered adapters as its host takes."""
+        if replica.lora is not None:
+            for adapter in itertools.islice(self.registry, replica.scheduler.adapters.max_held):
+                self._load(replica, adapter)
+
+    def answered(
+        self, replica_id: str, adapter: Adapter, load_id: int, result: LoadedAdapter | TriptychError
+    ) -> None:
+        """Takes a replica's answer to a call of :attr:`AdapterLoads.load`."""
+        adapter_id, replica = adapter.adapter_id, self._replicas.get(replica_id)
+        if replica is None or replica.scheduler.adapters.loading.get(adapter_id) != load_id:
+            return  # the replica was lost, or the adapter unloaded, meanwhile
+        assert replica.lora is not None
+        seats = replica.scheduler.adapters
+        if isinstance(result, LoadedAdapter) and adapter.digest not in ("", result.digest):
+            replica.lora.unload(load_id)
+            result = NotFound(
+                f"the files in {adapter.source!r} have changed; load the adapter again with load_inplace"
+            )
         if isinstance(result, LoadedAdapter):
-            self._queues.wait(*self._queue.loaded(replica_id, adapter_id))
+            seats.loaded(adapter_id, result.displaced, awaited=adapter_id in self._users)
+            for request in self._of(adapter_id):
+                if request.trace is not None and request.state is RequestState.WAITING:
+                    request.trace.waits("queue", self._clock())
         else:
             self._log.warning(
                 "adapter_not_loaded", replica=replica_id, name=adapter.name, reason=result.message
             )
-            requests, reason = self._queue.refused(replica_id, adapter_id, result)
-            for request in [*requests, *self._queues.without_host(adapter_id)]:
-                self._fail(request, _failure(adapter, reason))
-        if introduction is not None and replica_id in introduction.asked:
-            introduction.asked.discard(replica_id)
-            if isinstance(result, LoadedAdapter):
-                introduction.facts.append(result)
-            else:
-                introduction.refusals.append(result)
+            seats.failed(adapter_id, result)
+            self._fail_waiting(adapter, result)
+        if (introduction := self._introductions.get(adapter_id)) is not None:
+            introduction.answers[replica_id] = result
             self._conclude(introduction)
         self._released()
         self._dispatch()
 
+    def _fail_waiting(self, adapter: Adapter, error: TriptychError) -> None:
+        """Fails the requests of an adapter that no replica large enough for them could load.
+
+        Once every replica has failed, the next request tries all of them again.
+        """
+        adapter_id, hosts = adapter.adapter_id, list(self._hosts)
+        failures = [replica.scheduler.adapters.failure(adapter_id) for replica in hosts]
+        reason = next((one for one in failures if one is not None and one.retryable), error)
+        for request in self._of(adapter_id):
+            fitting = [replica for replica in hosts if replica.scheduler.fits(request)]
+            if fitting and all(replica.scheduler.adapters.failure(adapter_id) for replica in fitting):
+                self._fail(request, _failure(adapter, reason))
+        if all(failures):
+            for replica in hosts:
+                replica.scheduler.adapters.forget_failure(adapter_id)
+
+    def _of(self, adapter_id: int) -> list[Request]:
+        """Returns the waiting requests of an adapter."""
+        return [one for one in self._waiting if one.adapter and one.adapter.adapter_id == adapter_id]
+
     def detached(self, replica_id: str) -> None:
-        """Forgets the adapters of a lost replica, and expects no more answers of it."""
-        self._queue.detach(replica_id)
+        """Expects no more answers of a lost replica."""
         for introduction in list(self._introductions.values()):
-            if replica_id in introduction.asked:
-                introduction.asked.discard(replica_id)
+            if replica_id in introduction.answers and introduction.answers[replica_id] is None:
+                del introduction.answers[replica_id]
                 self._conclude(introduction)
 
     def _conclude(self, introduction: _Introduction) -> None:
         """Gives a new adapter its name once every replica has answered, or takes it off all of them."""
-        if introduction.asked:
+        adapter, answers = introduction.adapter, list(introduction.answers.values())
+        if None in answers:
             return
-        adapter = introduction.adapter
         del self._introductions[adapter.adapter_id]
-        error = _refusal(adapter, introduction)
+        facts = [answer for answer in answers if isinstance(answer, LoadedAdapter)]
+        error = _refusal(adapter, facts, [answer for answer in answers if isinstance(answer, TriptychError)])
         if error is not None:
             self.registry.failed(adapter)
-            self._queue.retire(adapter.adapter_id)
+            self._retire(adapter.adapter_id)
             introduction.done(error)
             return
-        complete, earlier = self.registry.loaded(adapter, introduction.facts[0])
+        complete, earlier = self.registry.loaded(adapter, facts[0])
         if earlier is not None:
-            self._queue.retire(earlier.adapter_id)
+            self._retire(earlier.adapter_id)
         self._log.info(
-            "adapter_loaded",
-            name=adapter.name,
-            source=adapter.source,
-            rank=complete.rank,
-            digest=complete.digest,
-            revision=complete.revision,
-        )
+            "adapter_loaded", name=adapter.name, source=adapter.source, rank=complete.rank,
+            digest=complete.digest, revision=complete.revision,
+        )  # fmt: skip
         introduction.done(complete)
 
+    def _retire(self, adapter_id: int) -> None:
+        """Frees an adapter that no new request can name, once its last request has ended."""
+        if adapter_id in self._users:
+            self._retired.add(adapter_id)
+        else:
+            self._free(adapter_id)
 
-def _refusal(adapter: Adapter, introduction: _Introduction) -> TriptychError | None:
+    def _free(self, adapter_id: int) -> None:
+        """Takes an adapter without requests off all replicas."""
+        self._retired.discard(adapter_id)
+        for replica in self._hosts:
+            seats = replica.scheduler.adapters
+            assert replica.lora is not None
+            load_id = seats.loading.pop(adapter_id, None) or seats.held.get(adapter_id)
+            seats.lost(adapter_id, load_id)
+            seats.forget_failure(adapter_id)
+            if load_id is not None:
+                replica.lora.unload(load_id)
+
+
+def _refusal(
+    adapter: Adapter, facts: Sequence[LoadedAdapter], refusals: Sequence[TriptychError]
+) -> TriptychError | None:
     """Returns why an adapter that every replica has answered for cannot be served; None if it can."""
     # A client can do most about an error of the first two kinds.
     for kind in (InvalidArgument, NotFound, TriptychError):
-        for refusal in introduction.refusals:
+        for refusal in refusals:
             if isinstance(refusal, kind):
                 return refusal
-    if not introduction.facts:
+    if not facts:
         return Unavailable("the workers that loaded the adapter were lost; retry", retry_after_ms=2000)
-    if len({facts.digest for facts in introduction.facts}) > 1:
+    if len({each.digest for each in facts}) > 1:
         return InvalidArgument(
             f"the workers found different files in {adapter.source!r}; give all of them the same",
             param="source",
@@ -233,7 +378,3 @@ def _failure(adapter: Adapter, reason: TriptychError) -> TriptychError:
     if reason.retryable:
         return type(reason)(message, retry_after_ms=reason.retry_after_ms or 5000)
     return type(reason)(message, param="model")
-
-
-def _changed(adapter: Adapter) -> TriptychError:
-    return NotFound(f"the files in {adapter.source!r} have changed; load the adapter again with load_inplace")

@@ -18,7 +18,6 @@ from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
 from scheduler_svc.requests.pooled_model import PooledModel
@@ -26,7 +25,11 @@ from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
 MOST_GRAMMAR_LOSSES: Final = 32
-"""Admissions in a row for which workers lack the grammar that they compiled. Under pressure two are usual."""
+"""Admissions in a row for which workers lack the grammar that they compiled."""
+
+RECLAIM_AFTER_S: Final = 1.0
+"""Seconds that the next request waits before it may take another tenant's place, and between two such times.
+Places that become free by themselves are mostly sooner."""
 
 
 class Engine:
@@ -58,6 +61,8 @@ class Engine:
         """Requests that the queue refused, by the limit that they would have exceeded."""
         # The head of the queue when it found no room. Dispatch stops there until something is released.
         self._blocked: Request | None = None
+        # From when on a tenant far below its share may take a place from others.
+        self._next_reclaim_s = clock()
         # Whether skipped requests may find room now.
         self._retry_skipped = False
         self._order = order
@@ -66,13 +71,14 @@ class Engine:
         """Requests that wait for a slot."""
         self.grammars = self._queues.grammars
         """Requests that wait for their grammar."""
-        self.adapters = AdapterControl(
-            self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
-        )
-        """The LoRA adapters of the deployment."""
-        self._placer = Placer(self.grammars, self._queues.adapters, clock)
+        self._placer = Placer(self.grammars, clock)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
+        self.adapters = AdapterControl(
+            self.replicas, self._queues, expected_adapters, clock=clock, fail=self._fail, released=self.released,
+            dispatch=self.dispatch,
+        )  # fmt: skip
+        """The LoRA adapters of the deployment."""
         self.prefixes = PrefixControl(self.replicas, self.dispatch)
         self.model: ModelLimits | PooledModel | None = None
         """Set once a replica has been ready."""
@@ -153,8 +159,9 @@ class Engine:
             self._live.add(requests)
             for request in requests:
                 request.rank = self._order.rank(request)
-                self._queues.add_user(request)
-                self._queues.add(request)
+                self.grammars.add_user(request)
+                self.adapters.add_user(request)
+                self.requeue(request)
         self.dispatch()
 
     def _check(
@@ -162,10 +169,8 @@ class Engine:
     ) -> tuple[StopRule, Adapter | None]:
         """Checks a submission; returns when its sequences end, and its adapter."""
         adapter = self.adapters.resolve(submission.lora_name, submission.lora_digest)
-        if adapter is not None and self.replicas and not self.adapters.max_loras:
-            raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = model.check(submission, self._capacity.max_request_tokens)
-        if adapter is not None and self.replicas:
+        if adapter is not None:
             self.adapters.check_size(adapter, len(submission.prompt_token_ids) + stop.max_tokens)
         return stop, adapter
 
@@ -246,18 +251,23 @@ class Engine:
         """
         if self._live.failed:
             self._abort_failed()
+        now = self._clock()
+        may_reclaim = bool(self.waiting) and now >= self._next_reclaim_s
+        if may_reclaim:
+            self._next_reclaim_s = now + RECLAIM_AFTER_S
+            self.released()
         if self._retry_skipped:
             self._retry_skipped = False
             self._placer.clear_claims()
-            self._queues.adapters.may_load = True
             self.waiting.bring_back()
-        if self._queues.adapters.may_load:
-            self._queues.load_adapters()
-        while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
+        while self.waiting and (head := self.waiting.peek(now)) is not None:
             if self._blocked is head:
                 return
             try:
                 settled = self._placer.settle(head)
+                if not settled and may_reclaim and now >= head.waits_since_s + RECLAIM_AFTER_S:
+                    may_reclaim = False
+                    settled = self._placer.reclaim(head, self.waiting.tenants.shares(self._tenants_running()))
             except Exception as error:  # noqa: BLE001 - any bug
                 # It must cost this request alone. Otherwise every replica would meet it in turn and be lost.
                 self._log.exception("placing_failed", request=head.request_id)
@@ -266,25 +276,32 @@ class Engine:
                 continue
             if settled:
                 self._queues.settled(head)
+                self.adapters.placed(head)
                 # An adapter that has found a slot serves requests of other groups, too.
                 self.waiting.bring_back(None if head.adapter else self._placer.group_of(head))
                 continue
-            self._queues.adapters.spread(head)
+            self.adapters.want(head, stuck=True)
             if self._placer.skip(head):
                 self.waiting.skip(head, self._placer.group_of(head))
             else:
                 self._blocked = head
                 return
 
+    def _tenants_running(self) -> set[str]:
+        return {one.tenant for one in self._live if one.slot is not None}
+
     # ---- calls from replicas, see ReplicaOwner ----
 
     def requeue(self, request: Request) -> None:
         """Enqueues a live request: for its grammar, its adapter or a slot."""
         self._queues.add(request)
+        self.adapters.want(request)
 
     def without_grammar(self, request: Request) -> None:
         """Requeues a request after its replica has evicted its grammar, and fails it if that goes on."""
         orphaned = self.grammars.evicted(request)
+        assert request.sampling.grammar is not None
+        self._regroup(request.sampling.grammar)
         if request.grammar_lost_at != len(request.token_ids):
             request.grammar_lost_at, request.num_grammar_losses = len(request.token_ids), 0
         request.num_grammar_losses += 1
@@ -298,6 +315,7 @@ class Engine:
         """Forgets a request that has ended."""
         self._placer.ended(request)
         self._queues.remove_user(request)
+        self.adapters.remove_user(request)
         self._live.remove(request)
 
     def is_hopeless(self, request: Request) -> bool:
@@ -307,6 +325,7 @@ class Engine:
     def admitted(self, request: Request) -> None:
         """Charges the tenant of a request that got a slot, once: computing tokens again is nobody's debt."""
         self._queues.undefer(request)
+        self.grammars.started(request)
         if not request.charged:
             request.charged = True
             self.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
@@ -329,8 +348,7 @@ class Engine:
         self.prefixes.attached(replica_id)
         self._replicas_changed()
         self.grammars.attach(replica_id, replica.ask, replica.withdraw)
-        if isinstance(replica.scheduler, ReplicaScheduler):
-            self._queues.adapters.attach(replica_id, replica.scheduler, replica.lora, self.adapters.registry)
+        self.adapters.attached(replica)
         self.dispatch()
         replica.wake()
 
@@ -409,6 +427,7 @@ class Engine:
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
         """Records that a replica has a grammar; requests that waited for it may run there."""
         self._queues.wait(*self.grammars.compiled(replica_id, grammar))
+        self._regroup(grammar)
         self._fail_stranded(grammar)
         self.released()
         self.dispatch()
@@ -426,8 +445,8 @@ class Engine:
 
     def _fail_stranded(self, grammar: Grammar) -> None:
         """Fails requests that are too large for every replica that has the grammar or compiles it."""
-        for request in list(self._queues):
-            if request.sampling.grammar == grammar and not self._placer.has_prospects(request):
+        for request in self.grammars.waiting_users(grammar):
+            if not self._placer.has_prospects(request):
                 message = (
                     "no worker that is large enough for the request could compile its grammar; retry later"
                 )
@@ -435,11 +454,14 @@ class Engine:
 
     def _wait_for_recompilation(self, orphaned: Collection[Grammar]) -> None:
         """Moves requests out of the waiting queue whenever no replica has their grammar."""
-        if not orphaned:
-            return
-        for request in [one for one in self.waiting if one.sampling.grammar in orphaned]:
-            self.waiting.remove(request)
-            self.requeue(request)
+        for request in itertools.chain.from_iterable(map(self.grammars.waiting_users, orphaned)):
+            if self.waiting.remove(request):
+                self.requeue(request)
+
+    def _regroup(self, grammar: Grammar) -> None:
+        """Retries the skipped requests of a grammar after other replicas have it."""
+        for request in self.grammars.waiting_users(grammar):
+            self.waiting.unskip(request)
 
 
 def _aborted(request: Request) -> Event:

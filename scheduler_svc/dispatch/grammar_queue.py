@@ -1,14 +1,18 @@
 """Requests that wait for a grammar, and the replicas that have compiled each grammar.
 
-All replicas compile a grammar at once. A waiting request continues as soon as one replica has the grammar,
-and runs only on replicas that have it. An entry lives as long as some live request uses its grammar. The
+Grammars are compiled for the next requests in line, because a worker that compiles for all who wait has
+evicted the first grammars when their requests get a slot. A grammar *opens* when replicas are asked for it,
+all at once, and starts when one of its requests gets a slot; only so many are open between the two. A
+waiting request continues as soon as one replica has the grammar, and runs only on replicas that have it. The
 queue does no I/O: it asks replicas through callbacks, and the engine reports their answers with
 :meth:`GrammarQueue.compiled` and :meth:`GrammarQueue.refused`.
 """
 
-from collections import Counter
+import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from protos.errors import InvalidArgument, TriptychError
 from scheduler_svc.policy.tenants import Tenants
@@ -18,9 +22,10 @@ from scheduler_svc.requests.sampling import Grammar
 CompileRequest = Callable[[Grammar], None]
 """Starts or cancels compiling a grammar on one replica; returns at once."""
 
-# Grammars of one tenant that a replica compiles at once. This keeps its compiler threads busy and bounds how
-# long the grammars of other tenants wait.
-MAX_COMPILING_PER_TENANT = 8
+MAX_OPEN: Final = 16
+"""Open grammars. They keep a replica's compiler threads busy, and its cache holds them until they start."""
+MAX_OPEN_PER_TENANT: Final = 8
+"""Open grammars of one tenant, so that those of another need not wait until one of them starts."""
 
 
 @dataclass(slots=True)
@@ -28,67 +33,23 @@ class _Entry:
     """The state of one grammar."""
 
     tenant: str
-    """The tenant of the first request that used the grammar."""
-    users: int = 0
-    """Live requests that use the grammar."""
+    priority: int
+    """Those of the first request that used the grammar."""
+    users: dict[str, Request] = field(default_factory=dict)
+    """Live requests that use the grammar, by id."""
     waiting: dict[str, Request] = field(default_factory=dict)
     """Requests that wait for the first replica to compile the grammar, by id; empty once a replica has it."""
     asked: set[str] = field(default_factory=set)
-    """Replicas that compile the grammar or have it in their line."""
+    """Replicas that compile the grammar."""
     ready: set[str] = field(default_factory=set)
     """Replicas that have compiled the grammar."""
-
-
-class _Line:
-    """The compile requests of one replica: in order of arrival, with a limit per tenant."""
-
-    def __init__(self, ask: CompileRequest, withdraw: CompileRequest) -> None:
-        self._ask = ask
-        self._withdraw = withdraw
-        self._compiling: dict[Grammar, str] = {}
-        self._count: Counter[str] = Counter()
-        # By tenant. The inner dicts are ordered sets that allow removal.
-        self._next: dict[str, dict[Grammar, None]] = {}
+    opened: bool = False
+    """Whether replicas were asked for the grammar."""
 
     @property
-    def idle(self) -> bool:
-        """Whether the replica compiles nothing and no grammar waits in the line."""
-        return not self._compiling and not self._next
-
-    def ask(self, grammar: Grammar, tenant: str) -> None:
-        """Sends a grammar to the replica now, or once the tenant is below its limit."""
-        if self._count[tenant] >= MAX_COMPILING_PER_TENANT:
-            self._next.setdefault(tenant, {})[grammar] = None
-            return
-        self._compiling[grammar] = tenant
-        self._count[tenant] += 1
-        self._ask(grammar)
-
-    def answered(self, grammar: Grammar) -> None:
-        """Ends a compile request and sends the tenant's next one."""
-        tenant = self._compiling.pop(grammar, None)
-        if tenant is None:
-            return
-        self._count[tenant] -= 1
-        if not self._count[tenant]:
-            del self._count[tenant]
-        if waiting := self._next.get(tenant):
-            following = next(iter(waiting))
-            self._drop(tenant, following)
-            self.ask(following, tenant)
-
-    def withdraw(self, grammar: Grammar, tenant: str) -> None:
-        """Cancels a compile request after the last user of its grammar has ended."""
-        if grammar in self._next.get(tenant, ()):
-            self._drop(tenant, grammar)
-        elif grammar in self._compiling:
-            self._withdraw(grammar)
-            self.answered(grammar)
-
-    def _drop(self, tenant: str, grammar: Grammar) -> None:
-        del self._next[tenant][grammar]
-        if not self._next[tenant]:
-            del self._next[tenant]
+    def is_wanted(self) -> bool:
+        """Whether a request without a slot needs the grammar."""
+        return any(request.slot is None for request in self.users.values())
 
 
 class GrammarQueue:
@@ -96,10 +57,15 @@ class GrammarQueue:
 
     def __init__(self, tenants: Tenants) -> None:
         """Starts without requests and replicas; `tenants` counts the requests while they wait."""
-        self._entries: dict[Grammar, _Entry] = {}
-        self._lines: dict[str, _Line] = {}
-        self._num_waiting = 0
         self._tenants = tenants
+        self._entries: dict[Grammar, _Entry] = {}
+        self._replicas: dict[str, tuple[CompileRequest, CompileRequest]] = {}
+        # Grammars that were opened and have not started.
+        self._open: dict[Grammar, _Entry] = {}
+        # By tenant, a heap of those to open, by the rank of the request that came first.
+        self._line: dict[str, list[tuple[tuple[float, int], int, Grammar, _Entry]]] = {}
+        self._numbers = itertools.count()
+        self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -108,16 +74,18 @@ class GrammarQueue:
         """Yields every waiting request, in no particular order."""
         return (request for entry in self._entries.values() for request in entry.waiting.values())
 
-    @property
-    def idle(self) -> bool:
-        """Whether no live request uses a grammar and no replica compiles one."""
-        return not self._entries and all(line.idle for line in self._lines.values())
+    def waiting_users(self, grammar: Grammar) -> list[Request]:
+        """Returns the live requests of a grammar that no replica has."""
+        waits = (RequestState.WAITING, RequestState.WAITING_FOR_FSM)
+        entry = self._entries.get(grammar)
+        return [one for one in entry.users.values() if one.state in waits] if entry is not None else []
 
     def add_user(self, request: Request) -> None:
-        """Counts a new live request as a user of its grammar, if it has one."""
+        """Adds a new live request to the users of its grammar, if it has one."""
         grammar = request.sampling.grammar
         if grammar is not None:
-            self._entries.setdefault(grammar, _Entry(request.tenant)).users += 1
+            entry = self._entries.setdefault(grammar, _Entry(request.tenant, request.priority))
+            entry.users[request.request_id] = request
 
     def remove_user(self, request: Request) -> None:
         """Ends the use of a grammar by a request that ended; cancels its compilation after the last user."""
@@ -125,11 +93,12 @@ class GrammarQueue:
         entry = self._entries.get(grammar) if grammar is not None else None
         if grammar is None or entry is None:
             return
-        entry.users -= 1
+        entry.users.pop(request.request_id, None)
         if not entry.users:
             del self._entries[grammar]
             for replica_id in entry.asked:
-                self._lines[replica_id].withdraw(grammar, entry.tenant)
+                self._replicas[replica_id][1](grammar)
+            self._close(grammar)
 
     def may_run(self, request: Request, replica_id: str) -> bool:
         """Returns whether the replica has the request's grammar, or the request has none."""
@@ -137,11 +106,12 @@ class GrammarQueue:
         return grammar is None or replica_id in self._entries[grammar].ready
 
     def is_expected(self, request: Request, replica_id: str) -> bool:
-        """Returns whether the replica may run the request now or after a compilation that is still open."""
+        """Returns whether the replica may run the request now or after a compilation to come."""
         grammar = request.sampling.grammar
-        return self.may_run(request, replica_id) or (
-            grammar is not None and replica_id in self._entries[grammar].asked
-        )
+        if grammar is None:
+            return True
+        entry = self._entries[grammar]
+        return not entry.opened or replica_id in entry.ready or replica_id in entry.asked
 
     def hold(self, request: Request) -> bool:
         """Enqueues a live request until its grammar is compiled.
@@ -153,13 +123,18 @@ class GrammarQueue:
         if grammar is None:
             return False
         entry = self._entries[grammar]
-        self._ask_all(grammar, entry)
+        if entry.opened:
+            self._ask_all(grammar, entry)
         if entry.ready:
             return False
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
         self._num_waiting += 1
         self._tenants.add(request)
+        if not entry.opened:
+            line = self._line.setdefault(entry.tenant, [])
+            heapq.heappush(line, (request.rank, next(self._numbers), grammar, entry))
+            self._open_next()
         return True
 
     def remove(self, request: Request) -> bool:
@@ -172,11 +147,17 @@ class GrammarQueue:
         self._tenants.remove(request)
         return True
 
+    def started(self, request: Request) -> None:
+        """Notes that a request got a slot: its replica keeps the grammar from now on."""
+        if request.sampling.grammar is not None:
+            self._close(request.sampling.grammar)
+
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
         """Records that a replica has a grammar; removes and returns the requests that waited for it."""
-        entry = self._answered(replica_id, grammar)
-        if entry is None or replica_id not in self._lines:
+        entry = self._entries.get(grammar)
+        if entry is None or replica_id not in self._replicas:
             return []
+        entry.asked.discard(replica_id)
         entry.ready.add(replica_id)
         return self._release(entry)
 
@@ -188,10 +169,11 @@ class GrammarQueue:
         An invalid grammar is invalid on every replica. Any other error may be local: if another replica still
         compiles the grammar, its requests keep waiting.
         """
-        entry = self._answered(replica_id, grammar)
-        if entry is None or (entry.asked and not isinstance(error, InvalidArgument)):
+        entry = self._entries.get(grammar)
+        if entry is None:
             return []
-        return self._release(entry)
+        entry.asked.discard(replica_id)
+        return [] if entry.asked and not isinstance(error, InvalidArgument) else self._release(entry)
 
     def evicted(self, request: Request) -> set[Grammar]:
         """Records that the request's replica no longer has its grammar.
@@ -206,18 +188,20 @@ class GrammarQueue:
         return set() if entry.ready else {grammar}
 
     def attach(self, replica_id: str, ask: CompileRequest, withdraw: CompileRequest) -> None:
-        """Adds a replica and asks it for the grammar of every live request."""
-        self._lines[replica_id] = _Line(ask, withdraw)
+        """Adds a replica and asks it for the open grammars, and for others that requests wait with."""
+        self._replicas[replica_id] = ask, withdraw
         for grammar, entry in list(self._entries.items()):
-            self._ask_all(grammar, entry)
+            if entry.opened and entry.is_wanted:
+                self._ask_all(grammar, entry)
+        self._open_next()
 
     def detach(self, replica_id: str) -> set[Grammar]:
         """Removes a replica and returns the grammars that no replica has now.
 
-        The other replicas are asked again for every grammar that the lost one had or was compiling. This
-        includes replicas that refused before, because some request may fit nowhere else.
+        The other replicas are asked again for every wanted grammar that the lost one had or was compiling.
+        This includes replicas that refused before, because some request may fit nowhere else.
         """
-        self._lines.pop(replica_id, None)
+        self._replicas.pop(replica_id, None)
         orphaned = set()
         for grammar, entry in list(self._entries.items()):
             if replica_id not in entry.ready and replica_id not in entry.asked:
@@ -227,22 +211,43 @@ class GrammarQueue:
                 entry.ready.discard(replica_id)
                 if not entry.ready:
                     orphaned.add(grammar)
-            self._ask_all(grammar, entry)
+            if entry.is_wanted:
+                self._ask_all(grammar, entry)
         return orphaned
 
-    def _answered(self, replica_id: str, grammar: Grammar) -> _Entry | None:
-        if replica_id in self._lines:
-            self._lines[replica_id].answered(grammar)
-        entry = self._entries.get(grammar)
-        if entry is not None:
-            entry.asked.discard(replica_id)
-        return entry
-
     def _ask_all(self, grammar: Grammar, entry: _Entry) -> None:
-        for replica_id, line in self._lines.items():
+        entry.opened = True
+        for replica_id, (ask, _) in self._replicas.items():
             if replica_id not in entry.asked and replica_id not in entry.ready:
                 entry.asked.add(replica_id)
-                line.ask(grammar, entry.tenant)
+                ask(grammar)
+
+    def _open_next(self) -> None:
+        """Opens grammars while some may be: those of the most urgent requests, then by tenants' shares."""
+        while self._replicas and (
+            able := [one for one in map(self._first, list(self._line)) if one is not None]
+        ):
+            grammar, entry = min(able, key=lambda one: (one[1].priority, self._tenants[one[1].tenant]))
+            heapq.heappop(self._line[entry.tenant])
+            self._open[grammar] = entry
+            self._ask_all(grammar, entry)
+
+    def _first(self, tenant: str) -> tuple[Grammar, _Entry] | None:
+        """Returns a tenant's next grammar, if it may open: less urgent ones are not in its way."""
+        line = self._line[tenant]
+        while line and (line[0][3].opened or not line[0][3].waiting):
+            heapq.heappop(line)
+        if not line:
+            del self._line[tenant]
+            return None
+        grammar, entry = line[0][2:]
+        before = [one for one in self._open.values() if one.priority <= entry.priority]
+        own = sum(one.tenant == tenant for one in before)
+        return (grammar, entry) if len(before) < MAX_OPEN and own < MAX_OPEN_PER_TENANT else None
+
+    def _close(self, grammar: Grammar) -> None:
+        if self._open.pop(grammar, None) is not None:
+            self._open_next()
 
     def _release(self, entry: _Entry) -> list[Request]:
         return [request for request in list(entry.waiting.values()) if self.remove(request)]

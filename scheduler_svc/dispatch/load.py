@@ -8,7 +8,7 @@ from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.stats import STEP_TOKENS, Distribution, SchedulerStats
+from scheduler_svc.replica.stats import STEP_TOKENS, BucketStats, Distribution, SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def memory_of(kv: KvCache) -> ReplicaMemory:
     return ReplicaMemory(kv.usage, groups, kv.block_size, kv.caches_prefixes)
 
 
-PREEMPTION_REASONS: Final = ("memory", "priority", "fault")
+PREEMPTION_REASONS: Final = ("memory", "priority", "share", "fault")
 
 
 @dataclass(slots=True)
@@ -120,6 +120,7 @@ def _pool_totals(scheduler: PoolScheduler) -> Totals:
     counts: dict[tuple[str, ...], float] = {
         ("vllm:prompt_tokens",): stats.tokens.total(),
         ("triptych:late_graphs",): stats.report.late_graphs,
+        ("triptych:not_finite_requests",): stats.not_finite,
     }
     for shape, batches in stats.batches.items():
         name = str(shape)
@@ -149,10 +150,8 @@ def _totals(scheduler: ReplicaScheduler) -> Totals:
         ("vllm:num_preemptions",): stats.preemptions.total(),
         ("triptych:deferred_requests",): stats.deferred,
         ("triptych:forked_sequences",): stats.forks,
-        ("triptych:prefill_chunks",): stats.chunks,
-        ("triptych:prefill_tokens",): stats.prefill_tokens,
-        ("triptych:prefill_padding_tokens",): stats.chunks * shapes.chunk - stats.prefill_tokens,
         ("triptych:forced_tokens",): stats.forced_tokens,
+        ("triptych:not_finite_requests",): stats.not_finite,
         ("triptych:plans",): stats.plans,
         ("triptych:plans_ahead",): stats.plans_ahead,
         ("triptych:stall_seconds",): stats.stall_s,
@@ -161,22 +160,30 @@ def _totals(scheduler: ReplicaScheduler) -> Totals:
         ("triptych:block_copies",): kv.stats.copies,
         ("triptych:windows_kept",): kv.stats.kept_windows,
         ("triptych:kv_blocks_evicted",): kv.num_evicted,
-        ("triptych:lora_loads",): stats.adapter_loads,
-        ("triptych:lora_evictions",): stats.adapter_evictions,
-        ("triptych:lora_placements",): stats.adapter_placements,
+        ("triptych:lora_loads",): scheduler.adapters.num_loads,
+        ("triptych:lora_evictions",): scheduler.adapters.num_displaced,
+        ("triptych:lora_placements",): stats.report.adapter_placements,
     }
     for reason in PREEMPTION_REASONS:
         counts["triptych:preemptions", reason] = stats.preemptions[reason]
-    for bucket in shapes.buckets:
-        run = stats.buckets.get(bucket)
-        steps, rows = (run.steps, run.rows) if run else (0, 0)
-        counts["triptych:decode_steps", str(bucket)] = steps
-        counts["triptych:decode_rows", str(bucket)] = rows
-        counts["triptych:decode_padding_rows", str(bucket)] = steps * bucket - rows
-    return Totals(counts, _distributions(stats, shapes.chunk), stats.longest_stall_s, stats.report)
+    for buckets, runs, names in (
+        (
+            shapes.chunk_sizes,
+            stats.prefills,
+            ("prefill_chunks", "prefill_tokens", "prefill_padding_tokens"),
+        ),
+        (shapes.buckets, stats.buckets, ("decode_steps", "decode_rows", "decode_padding_rows")),
+    ):
+        for bucket in buckets:
+            run = runs.get(bucket, BucketStats())
+            values = (run.steps, run.rows, run.steps * bucket - run.rows)
+            counts |= {
+                (f"triptych:{name}", str(bucket)): value for name, value in zip(names, values, strict=True)
+            }
+    return Totals(counts, _distributions(stats), stats.longest_stall_s, stats.report)
 
 
-def _distributions(stats: SchedulerStats, chunk: int) -> dict[tuple[str, ...], Distribution]:
+def _distributions(stats: SchedulerStats) -> dict[tuple[str, ...], Distribution]:
     step_tokens = Distribution(STEP_TOKENS)
     step_tokens.add(stats.chunk_tokens)
     for rows, steps in stats.step_rows.items():
@@ -190,8 +197,8 @@ def _distributions(stats: SchedulerStats, chunk: int) -> dict[tuple[str, ...], D
         ("vllm:request_num_preemptions",): stats.request_preemptions,
         ("vllm:request_prefill_kv_computed_tokens",): stats.computed_tokens,
         ("triptych:grammar_compile_seconds",): stats.grammar_compile_s,
-        ("triptych:step_seconds", "prefill", str(chunk)): stats.chunk_seconds,
     }
-    for bucket, run in stats.buckets.items():
-        found["triptych:step_seconds", "decode", str(bucket)] = run.seconds
+    for kind, runs in (("prefill", stats.prefills), ("decode", stats.buckets)):
+        for bucket, run in runs.items():
+            found["triptych:step_seconds", kind, str(bucket)] = run.seconds
     return found

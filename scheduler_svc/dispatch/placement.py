@@ -1,17 +1,17 @@
 """Placement of the next waiting request: on the best replica that has room for it or can make room."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.learned_times import LinearTime
+from scheduler_svc.policy.rules import below_share, outranks
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
-from scheduler_svc.requests.sampling import Grammar
 
 # An idle replica whose steps seemed slow gets a request as a probe after so long.
 _PROBE_S = 60.0
@@ -23,6 +23,17 @@ _KEPT = 0.98
 
 # Share of the replica's requests that come later, which a chunk delays as well.
 _LATER = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoads:
+    """Calls that change which LoRA adapters a worker has on its host. They return at once."""
+
+    load: Callable[[Adapter, int], None]
+    """Starts loading an adapter on all ranks under an id that no load had before; the driver answers with
+    :meth:`AdapterControl.answered`."""
+    unload: Callable[[int], None]
+    """Ends a load by its id, or frees what it has brought."""
 
 
 @dataclass(slots=True)
@@ -41,8 +52,8 @@ class AttachedReplica:
     """Cancels compiling a grammar; the driver then sends no answer."""
     failing: Callable[[], bool] = lambda: False
     """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
-    lora: AdapterHost | None = None
-    """What holds LoRA adapters beside the device; None if the replica runs none."""
+    lora: AdapterLoads | None = None
+    """Loads LoRA adapters; None if the replica runs none."""
     placed_s: float = -math.inf
     """Clock reading of the last placement."""
 
@@ -55,12 +66,11 @@ class Placer:
     for, or it would never find room there.
     """
 
-    def __init__(self, grammars: GrammarQueue, adapters: AdapterQueue, clock: Callable[[], float]) -> None:
-        """Starts without replicas; the queues know which replicas have which grammars and adapters."""
+    def __init__(self, grammars: GrammarQueue, clock: Callable[[], float]) -> None:
+        """Starts without replicas; the queue knows which replicas have which grammars."""
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._grammars = grammars
-        self._adapters = adapters
         self._clock = clock
         self._output = _USUAL_OUTPUT
         # Replicas that skipped requests wait for, each with the rank of the first such request.
@@ -71,12 +81,27 @@ class Placer:
 
         Returns whether it did.
         """
-        # Stay with this request until it is placed. A preempted request may be the queue's head by age and
-        # would otherwise take its slot back again and again.
-        while not self._place(request):
-            if not self._preempt_for(request):
-                return False
-        return True
+        return self._place(request) or (self._preempt_for(request) and self._place(request))
+
+    def reclaim(self, request: Request, shares: Mapping[str, float]) -> bool:
+        """Admits a request of a tenant far below its share, in the place of others; see `below_share`.
+
+        Returns whether it did.
+        """
+        running = [
+            (one, replica.scheduler.footprint(one) / len(self.replicas))
+            for replica in self.replicas.values()
+            if isinstance(replica.scheduler, ReplicaScheduler)
+            for one in replica.scheduler.running
+        ]
+        leaving = below_share(request, running, shares)
+        places = dict.fromkeys(one.replica_id for one in leaving)
+        able = dict(self._candidates(request))
+        return any(
+            self._preempt_on(able[name], request, [one for one in leaving if one.replica_id == name], "share")
+            for name in places
+            if name in able
+        ) and self._place(request)
 
     def skip(self, request: Request) -> bool:
         """Lets other requests pass one that found no room, if it blocks a replica that it cannot use.
@@ -116,32 +141,36 @@ class Placer:
         return any(
             name not in request.failed_on
             and self._may_suit(name, request)
-            and not self._adapters.is_paused(request, name)
-            for name in self.replicas
+            and not replica.scheduler.adapters.is_paused(request.adapter)
+            for name, replica in self.replicas.items()
         )
 
     def _may_suit(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica can run the request once it has its grammar and its adapter."""
+        scheduler = self.replicas[replica_id].scheduler
         return (
-            self.replicas[replica_id].scheduler.fits(request)
+            scheduler.fits(request)
             and self._grammars.is_expected(request, replica_id)
-            and self._adapters.is_expected(request, replica_id)
+            and scheduler.adapters.may_load(request.adapter)
         )
 
-    def group_of(self, request: Request) -> tuple[Grammar | None, int, str, frozenset[str]]:
-        """Returns the key of a skipped request's group: grammar, adapter, tenant and the replicas to use.
+    def group_of(self, request: Request) -> tuple[int, str, int, frozenset[str]]:
+        """Returns the key of a skipped request's group: adapter, tenant, priority and the replicas to use.
 
         If the oldest request of a group finds no room, no other request of the group does. Keys change with
-        the set of replicas. The key of a request that failed on a replica changes with the clock, too, when
-        the pause of its adapter ends; a skipped request stays in the group of its key at that time.
+        the set of replicas and when a replica gets or loses a grammar. The key of a request that failed on a
+        replica changes with the clock, too, when the pause of its adapter ends; a skipped request stays in
+        the group of its key at that time.
         """
         usable = frozenset(
             name
             for name, replica in self.replicas.items()
-            if replica.scheduler.fits(request) and not self._avoids(name, request)
+            if replica.scheduler.fits(request)
+            and self._grammars.may_run(request, name)
+            and not self._avoids(name, request)
         )
         adapter_id = 0 if request.adapter is None else request.adapter.adapter_id
-        return request.sampling.grammar, adapter_id, request.tenant, usable
+        return adapter_id, request.tenant, request.priority, usable
 
     def clear_claims(self) -> None:
         """Forgets which replicas skipped requests wait for, before those requests are retried."""
@@ -151,9 +180,9 @@ class Placer:
 
     def _suits(self, replica_id: str, request: Request) -> bool:
         """Returns whether the request could run on the replica if it were empty."""
-        fits = self.replicas[replica_id].scheduler.fits(request)
-        has_all = self._grammars.may_run(request, replica_id) and self._adapters.may_run(request, replica_id)
-        return fits and has_all and not self._avoids(replica_id, request)
+        scheduler = self.replicas[replica_id].scheduler
+        has_all = self._grammars.may_run(request, replica_id) and scheduler.adapters.holds(request.adapter)
+        return scheduler.fits(request) and has_all and not self._avoids(replica_id, request)
 
     def _avoids(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica has failed the request, which can run on another one."""
@@ -179,8 +208,6 @@ class Placer:
         for name, replica in self.by_cost(request, free) if len(free) > 1 else free:
             request.replica_id = name
             result = replica.scheduler.admit(request)
-            if result is AdmitResult.ADMITTED:
-                self._adapters.used(request, name)
             if result is not AdmitResult.NO_ROOM:
                 replica.placed_s = self._clock()
                 replica.wake()
@@ -229,14 +256,14 @@ class Placer:
         size = scheduler.shapes.chunk if isinstance(scheduler, ReplicaScheduler) else len(request.token_ids)
         waits_s = _prefill_seconds(chunk, scheduler.prefill_backlog, size)
         own_s = _prefill_seconds(chunk, len(request.token_ids) - scheduler.cached_tokens(request), size)
-        if not scheduler.adapters.holds(request.adapter):
+        if not scheduler.adapters.uses(request.adapter):
             own_s += chunk.seconds  # copying an adapter to the device takes about as long as a chunk
         num_steps = min(self._output, request.end - len(request.token_ids))
         step_s = decode.at(load + 1) + load * decode.slope / 2  # others have half their steps left
         return waits_s + own_s * (1 + load + _LATER * usual_load) + num_steps * step_s
 
     def _preempt_for(self, request: Request) -> bool:
-        """Preempts the least urgent running request if the waiting one is more urgent."""
+        """Makes room by preempting the least urgent running requests, if the waiting one is more urgent."""
         candidates = [
             (least, replica)
             for _, replica in self._candidates(request)
@@ -244,10 +271,21 @@ class Placer:
         ]
         candidates.sort(key=lambda item: item[0], reverse=True)
         for _, replica in candidates:
-            if replica.scheduler.preempt_for(request):
-                replica.wake()
+            assert isinstance(replica.scheduler, ReplicaScheduler)
+            lesser = [one for one in replica.scheduler.running if outranks(request, one)]
+            lesser.sort(key=lambda one: one.rank, reverse=True)
+            if self._preempt_on(replica, request, lesser, "priority"):
                 return True
         return False
+
+    def _preempt_on(
+        self, replica: AttachedReplica, request: Request, candidates: list[Request], reason: str
+    ) -> bool:
+        assert isinstance(replica.scheduler, ReplicaScheduler)
+        if not replica.scheduler.preempt_for(request, candidates, reason):
+            return False
+        replica.wake()
+        return True
 
 
 def _load(replica: AttachedReplica) -> int:

@@ -1,11 +1,13 @@
 """Operations of clients on the cached prefixes of all replicas: reset and follow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.events import Batch
+from scheduler_svc.kv.sequence import HashChain
 from scheduler_svc.replica.pooling import PoolScheduler
 
 
@@ -44,6 +46,14 @@ class PrefixControl:
         self._replicas = replicas
         self._dispatch = dispatch
         self._followers: list[_Follower] = []
+
+    def hasher(self) -> Callable[[Sequence[int], Adapter | None, str], HashChain | None] | None:
+        """Returns a function that hashes prompts on any thread, see :meth:`PrefixIndex.hash_chain`.
+
+        None without a prefix cache.
+        """
+        caches = (each.scheduler.kv for each in self._replicas.values())
+        return next((kv.prefixes.hash_chain for kv in caches if kv is not None), None)
 
     def reset(self) -> int:
         """Forgets every cached prefix; returns the number of replicas that were reset."""
@@ -87,7 +97,7 @@ class PrefixControl:
         scheduler = self._replicas[replica_id].scheduler
         if isinstance(scheduler, PoolScheduler):
             return
-        forward = partial(_forward, follower.listener, replica_id, scheduler.shapes.hash_block_size)
+        forward = partial(_forward, follower.listener, replica_id, scheduler.kv.prefixes.hash_block_size)
         after = follower.after if replica_id == follower.replica_id else 0
         follower.stops.append(scheduler.kv.events.follow(forward, after))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
-from scheduler_svc.dispatch.adapter_queue import AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
 from scheduler_svc.policy.order import ArrivalQueue, PriorityFairOrder
 from scheduler_svc.policy.tenants import Tenants
@@ -175,37 +174,29 @@ class WaitingQueue:
 
 
 class Queues:
-    """Every request that no replica has: it waits for a grammar, then for an adapter, then for a slot."""
+    """Every request that no replica has: it waits for a grammar, then for a slot."""
 
     def __init__(self, order: PriorityFairOrder, clock: Callable[[], float]) -> None:
         """Starts empty; `order` belongs to the waiting queue alone, and `clock` gives monotonic seconds."""
         self.waiting = WaitingQueue(order)
-        """Requests that wait for a slot."""
+        """Requests that wait for a slot, or for a replica to load their LoRA adapter."""
         self.grammars = GrammarQueue(self.waiting.tenants)
         """Requests that wait for their grammar."""
         self._clock = clock
-        self.adapters = AdapterQueue(clock, self.waiting.tenants)
-        """Requests that wait for their LoRA adapter."""
         # Requests that wait on a replica for a prefix, by id.
         self._deferred: dict[str, Request] = {}
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.grammars) + len(self.adapters)
+        return len(self.waiting) + len(self.grammars)
 
     def __iter__(self) -> Iterator[Request]:
         """Yields every request once; the queues must not change meanwhile."""
-        return itertools.chain(self.waiting, self.grammars, self.adapters)
-
-    def add_user(self, request: Request) -> None:
-        """Counts a new live request as a user of its grammar and its adapter."""
-        self.grammars.add_user(request)
-        self.adapters.add_user(request)
+        return itertools.chain(self.waiting, self.grammars)
 
     def remove_user(self, request: Request) -> None:
-        """Ends the use of them by a request that ended."""
+        """Ends the use of its grammar by a request that ended."""
         self.undefer(request)
         self.grammars.remove_user(request)
-        self.adapters.remove_user(request)
 
     def add(self, request: Request) -> None:
         """Adds a live request to the queue where it belongs."""
@@ -218,11 +209,10 @@ class Queues:
     def wait(self, *requests: Request) -> None:
         """Adds requests that have their grammars."""
         for request in requests:
-            if waits := not self.adapters.hold(request):
-                request.state = RequestState.WAITING
-                self.waiting.add(request)
+            request.state, request.waits_since_s = RequestState.WAITING, self._clock()
+            self.waiting.add(request)
             if request.trace is not None:
-                request.trace.waits("queue" if waits else "adapter", self._clock())
+                request.trace.waits("queue", self._clock())
 
     def settled(self, request: Request) -> None:
         """Removes a request that a replica took; one that waits there for a prefix still counts here."""
@@ -238,26 +228,7 @@ class Queues:
 
     def remove(self, request: Request) -> bool:
         """Removes a request; returns False if it is in no queue."""
-        return any(queue.remove(request) for queue in (self.waiting, self.grammars, self.adapters))
-
-    def without_host(self, adapter_id: int) -> list[Request]:
-        """Returns the requests of an adapter that every replica large enough for them has failed to load."""
-        return [
-            one
-            for one in self
-            if one.adapter and one.adapter.adapter_id == adapter_id and self.adapters.has_failed(one)
-        ]
-
-    def load_adapters(self) -> None:
-        """Has the adapters loaded that requests wait for.
-
-        A loaded adapter may displace another one. The requests of the displaced one wait for it again.
-        """
-        self.adapters.load_wanted()
-        if orphans := self.adapters.take_orphans():
-            for request in [one for one in self.waiting if one.adapter and one.adapter.adapter_id in orphans]:
-                self.waiting.remove(request)
-                self.wait(request)
+        return self.waiting.remove(request) or self.grammars.remove(request)
 
 
 class Capacity:

@@ -8,10 +8,11 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
-from protos.errors import TimedOut, TriptychError
+from protos.errors import TimedOut
 from protos.service.logs import get_logger
+from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.requests.request import Request, SequenceGroup
 
 # A request fails at most a tenth of its limit late, and at most these many seconds.
@@ -28,16 +29,6 @@ class Timeout(enum.Enum):
 
     QUEUE = "queue"
     TOKEN = "token"  # noqa: S105 - no password
-
-
-class Engine(Protocol):
-    """The engine, as far as timeouts need it."""
-
-    def live(self) -> list[Request]:
-        """Returns every sequence that has not ended."""
-
-    def fail(self, request: Request, error: TriptychError) -> None:
-        """Fails a live request, with the other sequences of its group."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,11 @@
 """The KV memory of a replica: sequences get, share and free blocks in all KV groups at once."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from protos.steps import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
@@ -20,21 +23,42 @@ from scheduler_svc.kv.prefix_index import KeepJunctions, KeepPolicy, KvStats, Pr
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 
+ChunkStarts = Literal["whole", "anywhere", "exact"]
+"""Where a worker's chunks may begin: at multiples of the chunk, anywhere, or anywhere with the same bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
     """How prefixes are reused."""
 
     prefix_caching: bool = True
-    """Whether finished chunks are indexed and looked up."""
+    """Whether computed tokens are indexed and looked up."""
     sub_block: bool = True
     """Whether a hit may end inside a block; the block's beginning is then copied."""
     cache_generated: bool = False
-    """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill
-    kernels, so a hit on generated tokens is not bit-exact with a miss."""
+    """Whether the output of decode steps is also indexed. Unless ``chunk_starts`` is exact, decode kernels
+    round differently from prefill kernels."""
     copies_blocks: bool = True
     """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing that needs a
     copy is reused: no part of a block, no window in place, and no fork into either."""
+    chunk_starts: ChunkStarts = "whole"
+    """Where the worker's chunks may begin."""
+    finest_hit: int = 32
+    """Tokens between two lengths of a hit if chunks are exact: fewer find little more and cost a key each."""
+
+
+def hit_unit(shapes: ShapeConfig, groups: Sequence[KvGroup], options: CacheOptions) -> int:
+    """Returns the tokens between two possible lengths of a prefix hit.
+
+    A window that slides in place can be resumed only where a chunk ended.
+    """
+    if options.chunk_starts == "whole" or any(group.kind is GroupKind.IN_PLACE_WINDOW for group in groups):
+        unit = shapes.chunk
+    elif options.chunk_starts == "anywhere":
+        unit = shapes.chunk_sizes[0]
+    else:
+        unit = math.gcd(options.finest_hit, shapes.block_size)
+    return unit if options.sub_block and options.copies_blocks else math.lcm(unit, shapes.block_size)
 
 
 def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroupManager:
@@ -71,7 +95,7 @@ class KvCache:
             first_event: sequence number before the first batch of events.
         """
         self._copies_blocks = options.copies_blocks
-        self._layout = BlockLayout.from_shapes(shapes, sub_block=options.sub_block and options.copies_blocks)
+        self._layout = BlockLayout.from_shapes(shapes, hit_unit(shapes, groups, options))
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )
@@ -128,24 +152,46 @@ class KvCache:
             low, high = (middle, high) if self.fits(middle) else (low, middle - 1)
         return low
 
-    def could_admit(
-        self, sequence: SequenceKv, leaving: Sequence[SequenceKv], beside: Sequence[SequenceKv] = ()
-    ) -> bool:
-        """Whether the sequence might fit if others left. An estimate: True does not guarantee enough room.
-
-        Args:
-            sequence: the sequence.
-            leaving: sequences whose blocks become free.
-            beside: those that stay, and still grow to all their known tokens.
-        """
-        shared = self.prefixes.peek(sequence) // self._layout.block_size
-        return all(
-            group.most_blocks(len(sequence.token_ids) + 1) - shared
-            <= group.pool.num_free
-            + sum(one.tables[group_id].num_live for one in leaving)
-            - sum(self._to_come(group_id, one) for one in beside)
-            for group_id, group in enumerate(self.groups)
+    def share_of(self, sequence: SequenceKv) -> float:
+        """Returns the share of blocks that a sequence holds, in the group where it is largest, 0 to 1."""
+        return max(
+            table.num_live / pool.num_blocks for table, pool in zip(sequence.tables, self._pools, strict=True)
         )
+
+    def num_to_leave(
+        self, sequence: SequenceKv, others: Sequence[SequenceKv], at_least: int = 0,
+        beside: Sequence[SequenceKv] = (),
+    ) -> int | None:  # fmt: skip
+        """Returns how many of `others`, the first ones, must leave so that the sequence fits for certain.
+
+        A block becomes free only when all its users leave. Sequences `beside` it still grow to all their
+        known tokens, unless they leave.
+
+        Returns:
+            At least `at_least`; None if not even all others are enough.
+        """
+        keys, limit = self.prefixes.lookup_keys(sequence)
+        hit = self.prefixes.longest_hit(keys, limit)
+        while rest := hit % self._layout.hash_blocks_per_block:
+            hit = self.prefixes.longest_hit(keys, hit - rest)  # see `admit`
+        taken, short = self._demand(sequence, keys, hit, beside)
+        users = [Counter[Block]() for _ in self.groups]
+        found = None
+        for count in range(len(others) + 1):
+            if count >= at_least and all(blocks <= 0 for blocks in short):
+                found = count
+                break
+            if count == len(others):
+                break
+            other = others[count]
+            for group_id, table in enumerate(other.tables):
+                if other in beside:
+                    short[group_id] -= self._to_come(group_id, other)
+                for block in table.live:
+                    users[group_id][block] += 1
+                    short[group_id] -= users[group_id][block] == block.ref_count
+        self._release_hit(taken)
+        return found
 
     def capacity(self, sequence: SequenceKv, limit: int) -> int:
         """Returns how many tokens, at most ``limit``, the blocks of the sequence have room for."""
@@ -172,12 +218,9 @@ class KvCache:
             False if the known tokens of all of them do not fit together now. The cached prefix then counts as
             recently used.
         """
-        promised = [
-            sum(self._to_come(group_id, one) for one in beside) for group_id in range(len(self.groups))
-        ]
         keys, limit = self.prefixes.lookup_keys(sequence)
         hit = self.prefixes.longest_hit(keys, limit)
-        while not self._admit_at(sequence, keys, hit, promised):
+        while not self._admit_at(sequence, keys, hit, beside):
             # A partial block is copied, which takes one block more than the sequence holds. Without room for
             # that, the tokens are computed instead.
             whole = hit - hit % self._layout.hash_blocks_per_block
@@ -193,18 +236,14 @@ class KvCache:
         return max(0, most - sequence.tables[group_id].num_live)
 
     def _admit_at(
-        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, promised: Sequence[int]
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, beside: Sequence[SequenceKv]
     ) -> bool:
         """Admits a sequence resumed after ``hit`` hash blocks; False if there is not enough room."""
-        hit_tokens = hit * self._layout.hash_block_size
-        known = len(sequence.token_ids)
-        taken = [group.take_hit(keys, hit) for group in self.groups]
-        if any(
-            group.most_blocks(known + 1) - len(table.live) > group.pool.num_free - others
-            for group, (table, _), others in zip(self.groups, taken, promised, strict=True)
-        ):
+        taken, short = self._demand(sequence, keys, hit, beside)
+        if any(blocks > 0 for blocks in short):
             self._release_hit(taken)
             return False
+        hit_tokens = hit * self._layout.hash_block_size
         for group_id, (group, (table, source)) in enumerate(zip(self.groups, taken, strict=True)):
             if source is None:
                 continue
@@ -214,9 +253,29 @@ class KvCache:
         sequence.tables = [table for table, _ in taken]
         sequence.num_computed = sequence.num_cached = sequence.num_indexed = hit_tokens
         sequence.cache_epoch = self.prefixes.epoch
-        self.stats.queried_tokens += known
+        self.stats.queried_tokens += len(sequence.token_ids)
         self.stats.hit_tokens += hit_tokens
         return True
+
+    def _demand(
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, beside: Sequence[SequenceKv]
+    ) -> tuple[list[tuple[Table, Block | None]], list[int]]:
+        """References the blocks of a hit of ``hit`` hash blocks.
+
+        Returns:
+            By group: the hit, and how many more blocks must be free than are (0 or less if enough are) so
+            that the known tokens of the sequence fit, and those of the sequences beside it.
+        """
+        taken = [group.take_hit(keys, hit) for group in self.groups]
+        most = len(sequence.token_ids) + 1
+        short = [
+            group.most_blocks(most)
+            - table.num_live
+            + sum(self._to_come(group_id, one) for one in beside)
+            - group.pool.num_free
+            for group_id, (group, (table, _)) in enumerate(zip(self.groups, taken, strict=True))
+        ]
+        return taken, short
 
     def grow(self, sequence: SequenceKv, num_tokens: int) -> list[tuple[int, tuple[int, ...]]] | None:
         """Makes room for tokens up to ``num_tokens``, after freeing blocks that no later query sees.

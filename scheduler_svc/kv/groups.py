@@ -1,5 +1,6 @@
 """KV group managers: how the layers of a group use blocks, a class for each kind of attention."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -30,30 +31,27 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How blocks, prefill chunks and hash blocks line up."""
+    """How blocks, prefill chunks, hash blocks and hits line up."""
 
     block_size: int
     """Tokens of a block."""
     chunk: int
     """Tokens of a prefill step."""
     hash_block_size: int
-    """Tokens per prefix key; the smaller of block size and chunk."""
+    """Tokens per prefix key; divides the block size."""
     hit_stride: int
     """Hash blocks between two possible lengths of a prefix hit."""
 
     @classmethod
-    def from_shapes(cls, shapes: ShapeConfig, *, sub_block: bool) -> "BlockLayout":
-        """Derives the layout from shapes.
+    def from_shapes(cls, shapes: ShapeConfig, hit_unit: int) -> "BlockLayout":
+        """Derives the layout from block size and chunk; hits are multiples of ``hit_unit`` tokens."""
+        size = math.gcd(hit_unit, shapes.block_size)
+        return cls(shapes.block_size, shapes.chunk, size, hit_unit // size)
 
-        Args:
-            shapes: block size and chunk.
-            sub_block: whether a hit may end inside a block.
-        """
-        size = shapes.hash_block_size
-        stride = shapes.chunk // size
-        if not sub_block:
-            stride = max(stride, shapes.block_size // size)
-        return cls(shapes.block_size, shapes.chunk, size, stride)
+    @property
+    def hit_unit(self) -> int:
+        """Tokens between two possible lengths of a prefix hit."""
+        return self.hit_stride * self.hash_block_size
 
     @property
     def hash_blocks_per_block(self) -> int:

@@ -1,11 +1,13 @@
 """The prefix cache of one replica: finds cached prefixes, indexes computed tokens and values windows."""
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
 from scheduler_svc.kv.events import KvEventLog
@@ -94,8 +96,8 @@ class KeepEnds(KeepJunctions):
 class PrefixIndex:
     """Prefixes of all KV groups together.
 
-    A hit is the longest prefix common to all groups. It ends at a chunk boundary: the rest then runs in the
-    same chunks as after a miss and yields the same bits. The last token is always recomputed for its logits.
+    A hit is the longest prefix common to all groups, a multiple of the layout's hit unit. The last token is
+    always recomputed for its logits.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class PrefixIndex:
             stats: counts kept windows.
             model: part of every prefix's identity.
             enabled: whether prefixes are indexed and looked up.
-            index_decoded: whether the output of decode steps is indexed, too.
+            index_decoded: whether the output of decode steps is also indexed.
             keep: decides which windows of in-place groups to keep; None without such groups.
         """
         self._groups = groups
@@ -129,10 +131,10 @@ class PrefixIndex:
 
     # ---- looking up ----
 
-    @property
-    def hit_stride(self) -> int:
-        """Hash blocks between two possible lengths of a hit."""
-        return self._layout.hit_stride
+    def boundaries(self, start: int, last: int) -> range:
+        """Returns the possible ends of a hit after token ``start`` up to ``last``, in hash blocks."""
+        stride = self._layout.hit_stride
+        return range((start // self._layout.hit_unit + 1) * stride, last + 1, stride)
 
     @property
     def hash_block_size(self) -> int:
@@ -142,13 +144,20 @@ class PrefixIndex:
     def lookup_keys(self, sequence: SequenceKv) -> tuple[list[BlockKey], int]:
         """Returns the sequence's keys, and how many of them a hit may cover.
 
-        The limit is the last chunk boundary before the last token; 0 if prefixes are not reused.
+        The limit is the last possible end of a hit before the last token; 0 if prefixes are not reused.
         """
         if not self._enabled or not sequence.reuse_prefix:
             return [], 0
-        stride = self._layout.hit_stride
-        limit = (len(sequence.token_ids) - 1) // (self._layout.hash_block_size * stride) * stride
+        limit = (len(sequence.token_ids) - 1) // self._layout.hit_unit * self._layout.hit_stride
         return self._chain(sequence).extend(sequence.token_ids, limit), limit
+
+    def hash_chain(self, token_ids: Sequence[int], adapter: Adapter | None, salt: str) -> HashChain | None:
+        """Returns the keys of a prompt, None if prefixes are not reused. Safe on any thread."""
+        if not self._enabled:
+            return None
+        chain = self._new_chain(adapter, salt)
+        chain.extend(token_ids, len(token_ids) // chain.hash_block_size)
+        return chain
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
         """Returns the longest hit common to all groups, in hash blocks.
@@ -172,26 +181,25 @@ class PrefixIndex:
     def note_admission(self, sequence: SequenceKv, keys: Sequence[BlockKey], limit: int) -> None:
         """Records the prompt of an admitted sequence, to keep windows where prompts diverge."""
         if self._keep is not None:
-            boundaries = range(self._layout.hit_stride, limit + 1, self._layout.hit_stride)
-            sequence.junction = self._keep.observe(keys, boundaries)
+            sequence.junction = self._keep.observe(keys, self.boundaries(0, limit))
 
     # ---- indexing ----
 
     def index_chunk(self, sequence: SequenceKv, start: int, end: int) -> None:
-        """Makes the prefilled tokens ``[start, end)`` findable, once they are computed."""
+        """Makes the prefilled tokens ``[start, end)`` findable, once they are computed.
+
+        Without generated tokens, a chunk that begins among them is not indexed.
+        """
         if not self._enabled or sequence.cache_epoch != self.epoch:
             return
-        size, chunk = self._layout.hash_block_size, self._layout.chunk
-        whole_chunk = start % chunk == 0 and end - start == chunk
-        if not whole_chunk and not self._index_decoded:
-            return
-        first, last = start // size, end // size
-        if first == last:
-            return
-        self._index(sequence, first, last)
-        sequence.num_indexed = last * size
-        if self._keep is not None and whole_chunk:
-            self._keep_windows(self._keep, sequence, last)
+        unit = self._layout.hit_unit
+        is_aligned = start % math.gcd(unit, self._layout.chunk) == 0
+        if is_aligned or self._index_decoded:
+            self._index_from(
+                sequence, sequence.num_indexed if self._index_decoded else start - start % unit, end
+            )
+        if self._keep is not None and is_aligned and end % unit == 0:
+            self._keep_windows(self._keep, sequence, end // self._layout.hash_block_size)
 
     def index_decoded(self, sequence: SequenceKv) -> None:
         """Makes the output of decode steps findable if the options ask for it, except in-place windows."""
@@ -199,10 +207,7 @@ class PrefixIndex:
             return
         if sequence.cache_epoch != self.epoch or self._copies.waits_for(sequence):
             return  # admitted before a reset, or forked into blocks that are not copied yet
-        size = self._layout.hash_block_size
-        end = sequence.num_computed // size
-        self._index(sequence, sequence.num_indexed // size, end)
-        sequence.num_indexed = end * size
+        self._index_from(sequence, sequence.num_indexed, sequence.num_computed)
 
     def index_window(self, copy: PendingCopy) -> None:
         """Makes a kept window findable, once its copy was run."""
@@ -222,8 +227,13 @@ class PrefixIndex:
 
     # ---- internals ----
 
-    def _index(self, sequence: SequenceKv, first: int, last: int) -> None:
-        """Makes hash blocks ``[first, last)`` of a sequence findable in every group."""
+    def _index_from(self, sequence: SequenceKv, start: int, end: int) -> None:
+        """Makes the tokens of a sequence findable in every group, up to the last possible end of a hit."""
+        size = self._layout.hash_block_size
+        first, last = start // size, end // self._layout.hit_unit * self._layout.hit_stride
+        if first >= last:
+            return
+        sequence.num_indexed = last * size
         chain = self._chain(sequence)
         keys = chain.extend(sequence.token_ids, last)
         for group_id, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
@@ -233,10 +243,8 @@ class PrefixIndex:
 
     def _keep_windows(self, policy: KeepPolicy, sequence: SequenceKv, boundary: int) -> None:
         """Queues copies of the windows up to hash block ``boundary``, if the policy values them."""
-        stride, size = self._layout.hit_stride, self._layout.hash_block_size
-        if boundary % stride:
-            return  # no hit may end there
-        last = len(sequence.token_ids) // (stride * size) * stride
+        size = self._layout.hash_block_size
+        last = len(sequence.token_ids) // self._layout.hit_unit * self._layout.hit_stride
         worth = policy.worth(boundary, last, sequence.junction)
         if worth == "nothing":
             return
@@ -269,8 +277,9 @@ class PrefixIndex:
         chain, size = sequence.hash_chain, self._layout.hash_block_size
         # A request of a lost replica may bring a chain with another hash block size.
         if chain is None or chain.hash_block_size != size:
-            adapter = sequence.adapter
-            digest = "" if adapter is None else adapter.digest
-            chain = HashChain(seed_key(model=self._model, lora=digest, salt=sequence.cache_salt), size)
-            sequence.hash_chain = chain
+            chain = sequence.hash_chain = self._new_chain(sequence.adapter, sequence.cache_salt)
         return chain
+
+    def _new_chain(self, adapter: Adapter | None, salt: str) -> HashChain:
+        digest = "" if adapter is None else adapter.digest
+        return HashChain(seed_key(model=self._model, lora=digest, salt=salt), self._layout.hash_block_size)

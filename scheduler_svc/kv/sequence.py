@@ -6,8 +6,8 @@ sha256(model ‖ adapter ‖ salt)``. Equal keys mean equal input from the seque
 model, adapter and salt. SHA-256 replaces Python's ``hash`` because a collision would serve one tenant
 another's context, and every process must compute the same keys.
 
-A *hash block* is the smaller of chunk and block size, which divides the larger. A prefix hit ends at a
-chunk boundary, and a block with several chunks can be found at each of them.
+A *hash block* divides a block. Prefix hits end at every hash block or at every few (``cache.hit_unit``); a
+block can be found at each of those ends inside it.
 """
 
 import hashlib
@@ -65,6 +65,12 @@ class HashChain:
                 parent = hash_block_key(parent, token_ids[start : start + size])
                 keys.append(parent)
         return keys
+
+    def copy(self) -> "HashChain":
+        """Returns a chain that grows apart from this one."""
+        same = HashChain(self._seed, self.hash_block_size)
+        same.keys = self.keys.copy()
+        return same
 
     def parent(self, index: int) -> BlockKey:
         """Returns the key before hash block ``index``: the previous hash block's, or the seed."""

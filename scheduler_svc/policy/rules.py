@@ -1,8 +1,11 @@
 """Whose turn it is on a replica, and the request that yields its slot."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from scheduler_svc.requests.request import Request
+
+# Sums of shares are exact up to this.
+_ROUNDING = 1e-9
 
 # Every so many chunks, the request that is first in order has its turn, however long it is.
 _CHUNKS_BY_LENGTH = 4
@@ -18,7 +21,8 @@ def runs_before(prefilling: Request, request: Request) -> bool:
 def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
     """Returns the request with the next chunk: the most urgent, and among these the one that is done soonest.
 
-    So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up for ever.
+    So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up
+    for ever.
 
     Args:
         prefilling: the requests with a chunk that can be sent, in order.
@@ -34,17 +38,17 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
 class Turns:
     """When a chunk runs, and when the decoding requests do.
 
-    Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk. vLLM-RBLN
-    runs all prefill first, which stalls running requests as long as prompts keep arriving. Here the longest gap
-    between two tokens of a request is one chunk plus one decode step.
+    Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk.
+    vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here
+    the longest gap between two tokens of a request is one chunk plus one decode step.
 
-    With targets, measured times decide instead. A gap target lets chunks follow one another as long as the gap
-    that they make stays below it. A prompt that would miss its target of a first token runs at once, if the gap
-    target allows it.
+    With targets, measured times decide instead. A gap target lets chunks follow one another as long as the
+    gap that they make stays below it. A prompt that would miss its target of a first token runs at once, if
+    the gap target allows it.
 
-    On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a chunk. So
-    a round of all batches with a chunk after each takes as long as one chunk and one step of the whole model.
-    Where only some stages have a batch, several chunks may follow each step.
+    On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
+    chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
+    whole model. Where only some stages have a batch, several chunks may follow each step.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class Turns:
         return self._decodes >= self._ratio
 
     def sent_chunk(self, chunk_s: float, turns: int = 1) -> None:
-        """Notes that a chunk is sent that takes some time; ``turns``: pipeline stages for each decode batch."""
+        """Notes a chunk that is sent and takes some time; ``turns``: stages for each decode batch."""
         self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
         self._gap_s += chunk_s
 
@@ -123,6 +127,42 @@ def join_prefill(prefilling: list[Request], request: Request) -> None:
     while index and outranks(request, prefilling[index - 1]):
         index -= 1
     prefilling.insert(index, request)
+
+
+def below_share(
+    waiting: Request, running: Iterable[tuple[Request, float]], shares: Mapping[str, float]
+) -> list[Request]:
+    """Returns the running requests that may give way to one of a tenant far below its share, in order.
+
+    A tenant is far below its share with less than half of it. The tenant furthest above its share gives
+    first, its least important request, and none gives so much that it would fall below its own share. So an
+    exchange is never undone by the next one.
+
+    Args:
+        waiting: the request; more urgent ones do not give way.
+        running: the running requests, each with the share of the deployment that it occupies.
+        shares: of all tenants, see :meth:`Tenants.shares`.
+    """
+    surplus = {tenant: -share for tenant, share in shares.items()}
+    able: dict[str, list[tuple[Request, float]]] = {}
+    for request, footprint in running:
+        surplus[request.tenant] += footprint
+        if request.tenant != waiting.tenant and request.priority >= waiting.priority:
+            able.setdefault(request.tenant, []).append((request, footprint))
+    if surplus[waiting.tenant] > -shares[waiting.tenant] / 2:
+        return []
+    for requests in able.values():
+        requests.sort(key=lambda one: one[0].rank)
+    leaving = []
+    while able:
+        tenant = max(able, key=surplus.__getitem__)
+        request, footprint = able[tenant].pop()
+        surplus[tenant] -= footprint
+        if surplus[tenant] < -_ROUNDING or not able[tenant]:
+            del able[tenant]
+        if surplus[tenant] >= -_ROUNDING:
+            leaving.append(request)
+    return leaving
 
 
 def outranks(waiting: Request, running: Request) -> bool:

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from scheduler_svc.requests.request import Request
@@ -85,9 +85,9 @@ class Tenants:
         self.num_requests += requests
         self.num_tokens += tokens
 
-    def shares(self, others: Mapping[str, int]) -> dict[str, float]:
+    def shares(self, others: Collection[str]) -> dict[str, float]:
         """Returns the shares of the tenants that wait and of `others`, by weight; they add up to 1."""
-        weights = {tenant: self._weights.get(tenant, 1.0) for tenant in {**self.requests, **others}}
+        weights = {tenant: self._weights.get(tenant, 1.0) for tenant in {*self.requests, *others}}
         total = sum(weights.values())
         return {tenant: weight / total for tenant, weight in weights.items()}
 
@@ -103,7 +103,7 @@ class Tenants:
         """
         if not self.num_requests:
             return None
-        share = self.shares({tenant: 1})[tenant]
+        share = self.shares((tenant,))[tenant]
         for name, own, total, more, most in (
             (MAX_REQUESTS, self.requests[tenant], self.num_requests, count, max_requests),
             (MAX_TOKENS, self._tokens[tenant], self.num_tokens, num_tokens, max_tokens),

@@ -30,7 +30,7 @@ from scheduler_svc.ranks.rank import (
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.descriptions import (
     WorkerDescription,
-    copies_blocks_from_proto,
+    configured_description,
     description_from_proto,
 )
 from scheduler_svc.workers.engine_protocol import ReplicaSetup
@@ -115,10 +115,8 @@ class Configuring:
             worker_pb2.GetModelFilesRequest(), timeout=MODEL_FILES_TIMEOUT_S
         ):
             files.add(chunk.name, chunk.data, last=chunk.last)
-        model = replace(description.model, weights_digest=answers[0].weights_digest)
         first_s = max(answer.first_step_timeout_s for answer in answers)
-        copies_blocks = all(copies_blocks_from_proto(answer.block_copies) for answer in answers)
-        configured = replace(description, model=model, copies_blocks=copies_blocks)
+        configured = configured_description(description, answers)
         return Configured(configured, setup, answers[0], first_s, files.files())
 
     async def _on_all(self, call: Callable[[ConnectedRank], Awaitable[_Answer]]) -> list[_Answer]:

@@ -36,6 +36,8 @@ class RankGroup:
         make_driver: Callable[[Sequence[RankAddress], Callable[[], None]], ReplicaDriver],
         on_waiting: Callable[[str], None],
         on_closed: Callable[[], None],
+        *,
+        wait_s: float,
     ) -> None:
         """Starts without ranks.
 
@@ -43,10 +45,13 @@ class RankGroup:
             make_driver: returns the driver of all ranks, given what to call when the replica is ready.
             on_waiting: called with the text for people, whenever other ranks are waited for.
             on_closed: called once, when no rank is left, or when the driver has ended.
+            wait_s: seconds after which ranks are told that the missing ones do not come.
         """
         self._make_driver = make_driver
         self._on_waiting = on_waiting
         self._on_closed = on_closed
+        self._wait_s = wait_s
+        self._patience: asyncio.TimerHandle | None = None
         self._seats: dict[int, Seat] = {}
         # The ranks that said that they leave.
         self._leaving: set[int] = set()
@@ -80,8 +85,11 @@ class RankGroup:
     def join(self, address: RankAddress) -> Seat:
         """Adds a rank. With the last one, the driver starts."""
         seat = self._seats[address.rank] = Seat(self, address)
+        if self._patience is not None:
+            self._patience.cancel()
         if len(self._seats) < address.sizes.world_size:
             self._announce_waiting()
+            self._patience = asyncio.get_running_loop().call_later(self._wait_s, self._announce_lost)
             return seat
         for each in self._seats.values():
             self._tell(each, RegisterEvent.STATE_ACCEPTED, f"dialling {each.address.target}")
@@ -139,6 +147,8 @@ class RankGroup:
             self._announce_waiting()
         else:
             self.ending = True
+            if self._patience is not None:
+                self._patience.cancel()
             self._on_closed()
         return True
 
@@ -166,11 +176,23 @@ class RankGroup:
 
     def _announce_waiting(self) -> None:
         address = next(iter(self._seats.values())).address
-        missing = [rank for rank in range(address.sizes.world_size) if rank not in self._seats]
-        text = f"waiting for {ranks_text(missing)}"
+        text = f"waiting for {self._missing(address)}"
         self._on_waiting(text)
         for seat in self._seats.values():
             self._tell(seat, RegisterEvent.STATE_ACCEPTED, f"{text} of replica {address.replica_id}")
+
+    def _missing(self, address: RankAddress) -> str:
+        return ranks_text(rank for rank in range(address.sizes.world_size) if rank not in self._seats)
+
+    def _announce_lost(self) -> None:
+        """Ends the processes of a group that broke: one that was frozen may not have heard of it.
+
+        New processes go on waiting.
+        """
+        address = next(iter(self._seats.values())).address
+        text = f"{self._missing(address)} of replica {address.replica_id} did not register within {self._wait_s:g} s"
+        for seat in self._seats.values():
+            self._tell(seat, RegisterEvent.STATE_RANK_LOST, text)
 
     def _announce_serving(self) -> None:
         for seat in self._seats.values():

@@ -10,6 +10,9 @@ from scheduler_svc.workers.descriptions import ModelDescription, WorkerDescripti
 _MODEL_FACTS = (
     "source", "architecture", "dtype", "vocab_size", "max_model_len", "eos_token_ids", "pool_tasks", "pooled_size",
 )  # fmt: skip
+# Ranks that a message names.
+_MOST_NAMED = 8
+
 # What the static shapes depend on.
 _WORKER_FACTS = (
     "device",
@@ -84,9 +87,11 @@ def rank_name(replica_id: str, rank: int, sizes: ParallelSizes) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Returns ranks for messages: `rank 1`, or `ranks 1, 3`."""
+    """Returns ranks for messages: `rank 1`, or `ranks 1, 3`, or the first eight `and 2 more`."""
     numbers = sorted(ranks)
-    return f"rank{'s'[: len(numbers) > 1]} {', '.join(map(str, numbers))}"
+    more = len(numbers) - _MOST_NAMED
+    named = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    return f"rank{'s'[: len(numbers) > 1]} {named}{f' and {more} more' if more > 0 else ''}"
 
 
 def check_sizes(new: RankAddress, other: RankAddress) -> None:

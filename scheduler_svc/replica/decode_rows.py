@@ -1,4 +1,4 @@
-"""The decoding requests of a replica: the rows of its decode steps, and how many steps they may run in a row."""
+"""The decoding requests of a replica: the rows of its decode steps, and the steps that they may run."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -40,8 +40,8 @@ class DecodeRows:
         self._changed = False
         # Whether members have no row because their admissions exceed what a plan can carry.
         self._leaves_out = False
-        # Steps granted to the rows since they changed last. By row: before which step it needs blocks, and after
-        # which it has all its tokens.
+        # Steps granted to the rows since they changed last. By row: before which step it needs blocks, and
+        # after which it has all its tokens.
         self._step = 0
         self._rooms: list[int] = []
         self._first_to_grow = 0
@@ -76,8 +76,8 @@ class DecodeRows:
             make_room: gives a request blocks, and may preempt this or other requests for them.
 
         Returns:
-            The steps, until a row has all its tokens or blocks run out; 0 if there is no row, or no room for one
-            step now. The rows are :attr:`batch`.
+            The steps, until a row has all its tokens or blocks run out; 0 if there is no row, or no room
+            for one step now. The rows are :attr:`batch`.
         """
         while True:
             if self._changed or self._step >= self._first_to_end:
@@ -116,7 +116,7 @@ class DecodeRows:
         self._context = sum(granted + 1 for _, granted in rows)
 
     def _reserve(self, steps: int, grow: Room, make_room: Room) -> int:
-        """Gives blocks to the rows that need some for these steps; returns how many steps all rows can run."""
+        """Gives blocks to the rows that need some; returns how many of these steps all rows can run."""
         kv, step = self._kv, self._step
         for row, request in enumerate(self.batch.requests):
             left = self._rooms[row] - step
@@ -136,9 +136,9 @@ class DecodeRows:
 class Decoding:
     """The decoding requests of a replica, in as many batches as its pipeline has stages.
 
-    While a step of one batch passes through a stage, the others keep the other stages busy. A request joins the
-    smallest batch. It stays there until it leaves, or until another batch has become so much smaller that
-    moving it pays.
+    While a step of one batch passes through a stage, the others keep the other stages busy. A request joins
+    the smallest batch. It stays there until it leaves, or until another batch has become so much smaller
+    that moving it pays.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Decoding:
     def grant(
         self, most_steps: int, buckets: Iterable[int], grow: Room, make_room: Room
     ) -> tuple[DecodeRows, int]:
-        """Grants steps to the batch that has waited longest, of those that can decode; see `DecodeRows.grant`.
+        """Grants steps to the batch that has waited longest of those that can decode.
 
         Args:
             most_steps: the most steps.

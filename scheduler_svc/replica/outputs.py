@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from protos.steps import AdapterPlacement, Decode, Prefill, SlotOutput, StepResult
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError, Unavailable
+from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_rows import Decoding
@@ -64,7 +64,7 @@ class Outputs:
         elif result.num_steps and isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
         for output in result.outputs:
-            if output.error is not None and output.slot not in step.left:
+            if output.error is not None and output.slot not in step.ignored:
                 self._fail_slot(output.slot, output.error)
 
     # ---- faults ----
@@ -83,8 +83,8 @@ class Outputs:
                 self._slots.finish(request, Event(request.request_id, error=error))
             else:
                 self._slots.preempt(request, "fault")
-        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its
-        # slot.
+        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
+        # its slot.
         changed = {growth.slot for growth in step.plan.grow}
         copied_to = {copy.sequence for copy in step.copies}
         changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
@@ -92,27 +92,24 @@ class Outputs:
             changed_request = self._slots.at(slot)
             if changed_request is not None:
                 self._slots.preempt(changed_request, "fault")
-        for placement in step.plan.place:
-            self._empty_adapter_slot(placement)
-
-    def _empty_adapter_slot(self, placement: AdapterPlacement) -> None:
-        """Restarts the users of an adapter slot with unknown content, unless a later plan has filled it."""
-        adapters = self._slots.adapters
-        if adapters.slot_of(placement.adapter_id) != placement.adapter_slot:
-            return
-        for request in self._slots.users_of(placement.adapter_slot):
-            self._slots.preempt(request, "fault")
-        adapters.forget(placement.adapter_id)
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run; one with a lost grammar waits for its grammar."""
+        """Ends a request that the worker could not run; without its grammar or adapter, it waits for that."""
         request = self._slots.at(slot)
         if request is None:
+            return
+        if isinstance(error, Unavailable) and error.param == "adapter_id" and request.adapter is not None:
+            self._slots.adapters.lost(request.adapter.adapter_id, request.adapter_load)
+            self._slots.release(request)
+            self._owner.requeue(request)
             return
         if isinstance(error, Unavailable) and request.sampling.grammar is not None:
             self._slots.release(request)
             self._owner.without_grammar(request)
             return
+        if isinstance(error, NotFinite):
+            self._stats.not_finite += 1
+            error = NotFinite(f"{error.message} for request {request.request_id}")
         self._slots.finish(request, Event(request.request_id, error=error))
 
     # ---- decode steps ----
@@ -130,25 +127,25 @@ class Outputs:
             raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
         for start in range(0, len(tokens), rows):
             column = tokens[start : start + rows] if count > 1 else tokens
-            if step.left or batch.has_first_tokens:
+            if step.ignored or batch.has_first_tokens:
                 outputs = {
                     slot: SlotOutput(slot, (token,)) for slot, token in zip(work.slots, column, strict=True)
                 }
                 self._apply_rows(work, step, outputs, result)
             else:
-                self._apply_column(step, batch, column)
+                self._apply_column(batch, column)
 
     def _apply_rows(
         self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult
     ) -> None:
-        """Applies a step row by row: some row has left, is skipped, has more than a token or its first one."""
+        """Applies a step row by row: a row has left, is skipped, or has its first or several tokens."""
         for slot, request in zip(work.slots, step.requests, strict=True):
-            if slot not in step.left:
+            if slot not in step.ignored:
                 self._apply_row(request, outputs.get(slot), result)
         if step.batch is not None and step.batch.has_first_tokens:
             self._decoding.refresh()
 
-    def _apply_column(self, step: InFlight, batch: BatchRows, tokens: Sequence[int]) -> None:
+    def _apply_column(self, batch: BatchRows, tokens: Sequence[int]) -> None:
         """Applies a step that gave a token for each row: the common case, which runs once per token."""
         requests = batch.requests
         # Each request computes one token and gets one, so its `num_uncomputed` stays 1.
@@ -205,7 +202,7 @@ class Outputs:
 
     def _apply_chunk(self, chunk: Prefill, step: InFlight, result: StepResult) -> None:
         request = step.requests[0]
-        self._stats.count_chunk(chunk.num_tokens, result.execute_us * 1e-6)
+        self._stats.count_chunk(chunk.bucket, chunk.num_tokens, result.execute_us * 1e-6)
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran
@@ -249,7 +246,7 @@ class Outputs:
             return
         self._prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._shared.reached(request, end, self._in_flight.latest):
+        for waiter in self._shared.reached(request, start, end, self._in_flight.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----

@@ -8,7 +8,6 @@ from typing import Final
 from protos.errors import Internal
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -41,11 +40,6 @@ class Changes:
         self._released: list[int] = []
         self._grown: list[Growth] = []
         self._step = 0
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next plan."""
-        return self._step + 1
 
     @property
     def releases(self) -> bool:
@@ -83,7 +77,7 @@ class Changes:
 
     def build(
         self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
-        interrupts: bool, context_tokens: int, place: Sequence[AdapterPlacement] = (),
+        interrupts: bool, context_tokens: int,
     ) -> StepPlan:  # fmt: skip
         """Returns the plan with this work, which is for these requests, and starts the next one.
 
@@ -93,7 +87,6 @@ class Changes:
             copies: the block copies that come before it.
             interrupts: see :attr:`StepPlan.interrupts`.
             context_tokens: see :attr:`StepPlan.context_tokens`.
-            place: the adapters that the plan's admissions need on the device.
         """
         self._step += 1
         admitted: Sequence[Admission] = ()
@@ -105,7 +98,6 @@ class Changes:
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
-            place=place,
             admit=admitted,
             grow=tuple(self._grown),
             interrupts=interrupts,
@@ -136,7 +128,7 @@ def _admission(request: Request) -> Admission:
             for group_id, table in enumerate(request.kv.tables)
         },
         sequence=request.sequence,
-        adapter_slot=request.adapter_slot,
+        adapter_id=request.adapter_load,
         traceparent=request.traceparent,
     )
 
@@ -170,16 +162,30 @@ class InFlight:
     batch: BatchRows | None = None
     """The rows of a step of decoding requests that are no suspects."""
     left: set[int] = field(default_factory=set)
-    """Slots that were released since, or whose row is skipped; their results are ignored."""
+    """Slots that were released since."""
+    skipped: set[int] = field(default_factory=set)
+    """Slots that it skips, because forced tokens came before it. If it fails, they are dead all the same."""
     num_steps: int = 0
     """Steps that have run so far."""
 
     @property
-    def rows(self) -> Iterator[tuple[int, Request]]:
-        """The slots of its work, and their requests, without those that have left."""
-        for slot, request in zip(slots_of(self.plan.work), self.requests, strict=True):
-            if slot not in self.left:
-                yield slot, request
+    def ignored(self) -> set[int]:
+        """Slots whose results are ignored."""
+        return self.left | self.skipped if self.skipped else self.left
+
+    @property
+    def runs(self) -> list[Request]:
+        """The requests whose rows run."""
+        return self._requests_but(self.ignored)
+
+    @property
+    def here(self) -> list[Request]:
+        """The requests that have not left: those that fail if it does."""
+        return self._requests_but(self.left)
+
+    def _requests_but(self, slots: set[int]) -> list[Request]:
+        pairs = zip(slots_of(self.plan.work), self.requests, strict=True)
+        return [request for slot, request in pairs if slot not in slots]
 
     @property
     def num_left(self) -> int:
@@ -219,13 +225,13 @@ class StepsInFlight:
         for step in self._steps:
             work = step.plan.work
             tokens = work.num_tokens if isinstance(work, Prefill) else step.num_left
-            for _, request in step.rows:
+            for request in step.runs:
                 granted[request] = granted.get(request, 0) + tokens
         return granted
 
     def runs(self, request: Request) -> bool:
         """Whether the work of a plan includes the request, in the slot that it has."""
-        return any(request is one for step in self._steps for _, one in step.rows)
+        return any(request is one for step in self._steps for one in step.runs)
 
     def has_chunk_after(self, step: InFlight) -> bool:
         """Whether a chunk was sent after ``step``, the oldest plan."""
@@ -235,10 +241,15 @@ class StepsInFlight:
         """Adds a plan that is sent now."""
         self._steps.append(step)
 
-    def ignore_slot(self, slot: int) -> None:
-        """Ignores outstanding results for ``slot``."""
+    def leave(self, slot: int) -> None:
+        """Notes that a slot was released."""
         for step in self._steps:
             step.left.add(slot)
+
+    def skip(self, slot: int) -> None:
+        """Notes that all plans skip a slot."""
+        for step in self._steps:
+            step.skipped.add(slot)
 
     def clear(self) -> None:
         """Forgets all plans; no result will come."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from protos.errors import Internal, InvalidArgument, TriptychError
+from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
-from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.policy.learned_times import LearnedTimes
 from scheduler_svc.replica.scheduler import ReplicaOwner
 from scheduler_svc.replica.slots import AdmitResult
@@ -90,6 +90,8 @@ class PoolStats:
     """Seconds from a request's arrival until its first batch."""
     times: LearnedTimes = field(default_factory=LearnedTimes)
     """Seconds that a step takes."""
+    not_finite: int = 0
+    """Requests that failed because the model computed NaN or infinity."""
     report: WorkerReport = field(default_factory=WorkerReport)
     """What the worker reported last."""
 
@@ -117,7 +119,7 @@ class PoolScheduler:
         """
         self.stats = PoolStats()
         """Counters."""
-        self.adapters = AdapterSlots(0)
+        self.adapters = AdapterSeats(0, 0, clock)
         """None: pooling models run no LoRA adapters."""
         self._shapes = sorted(shapes)
         self._pooled_size = pooled_size
@@ -175,11 +177,6 @@ class PoolScheduler:
             return AdmitResult.NO_ROOM
         self._add(request)
         return AdmitResult.ADMITTED
-
-    def preempt_for(self, request: Request) -> bool:
-        """Returns False: a batch is one step and cannot be cut short."""
-        del request
-        return False
 
     def stop(self, request: Request, event: Event) -> None:
         """Ends a request of the batch with its last event; the result of its row will be dropped."""
@@ -277,7 +274,7 @@ class PoolScheduler:
         return self._smallest(total, len(self._batch))
 
     def _add(self, request: Request) -> bool:
-        """Adds a request to the batch, and charges its tenant unless it runs again; returns True."""
+        """Adds a request to the batch; returns True."""
         now, delivery = self._clock(), request.delivery
         request.slot, request.state = len(self._batch), RequestState.PREFILLING
         if self._batch:
@@ -289,7 +286,7 @@ class PoolScheduler:
         if delivery.first_scheduled_s is None:
             delivery.first_scheduled_s = now
             self.stats.queue_s.observe(now - delivery.accepted_s)
-            self._owner.charge(request.tenant, len(request.token_ids))
+        self._owner.admitted(request)
         return True
 
     def drain(self) -> None:
@@ -357,6 +354,9 @@ class PoolScheduler:
 
     def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:
         """Returns why a row has no valid result; None if it has one."""
+        if output is not None and isinstance(output.error, NotFinite):
+            self.stats.not_finite += 1
+            return NotFinite(f"{output.error.message} for request {request.request_id}")
         if output is not None and output.error is not None:
             return output.error
         count = len(output.pooled) if output is not None else 0

@@ -1,9 +1,9 @@
 """One replica's batches: which requests run, and what the worker does next.
 
-Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan, :meth:`ReplicaScheduler.update`
-takes in its results. A plan is valid whatever became of those before it, so the next one is decided from what
-each request will have when all that was sent has run. The worker applies plans in order, so blocks may change
-owners as soon as they are released, even while a step runs.
+Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan,
+:meth:`ReplicaScheduler.update` takes in its results. A plan is valid whatever became of those before it, so
+the next one is decided from what each request will have when all that was sent has run. The worker applies
+plans in order, so blocks may change owners as soon as they are released, even while a step runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from typing import Final, Protocol
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
-from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Turns, next_to_prefill, outranks, preemption_victim, runs_before
+from scheduler_svc.policy.rules import Turns, next_to_prefill, preemption_victim, runs_before
 from scheduler_svc.replica.decode_rows import Decoding
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, Changes, InFlight, StepsInFlight
@@ -22,12 +22,12 @@ from scheduler_svc.replica.slots import AdmitResult, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
-from scheduler_svc.shapes.buckets import bucket_for
+from scheduler_svc.shapes.buckets import bucket_for, chunk_for
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
 _CHUNKS_BOUND: Final = 2
-"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and the
-order of the queue, cached prefixes and other replicas count until then."""
+"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and
+the order of the queue, cached prefixes and other replicas count until then."""
 
 
 class ReplicaOwner(RequestOwner, Protocol):
@@ -47,7 +47,7 @@ class ReplicaScheduler:
     def __init__(
         self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, turns: Turns, *, clock: Callable[[], float],
         observe_batch: Callable[[int], None] = lambda _: None, lease_steps: int = 1, event_interval_s: float = 0.0,
-        adapter_slots: int = 0, depth: int | None = None,
+        adapters: AdapterSeats | None = None, depth: int | None = None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -60,15 +60,15 @@ class ReplicaScheduler:
             observe_batch: receives the number of rows of each decode step.
             lease_steps: decode steps that one plan may allow.
             event_interval_s: time for which the worker may collect the tokens of these steps.
-            adapter_slots: LoRA adapters that lie on the device at once.
+            adapters: counts the LoRA adapters; None if the worker runs none.
             depth: plans that the worker may have at once; a pipeline's stages and one more if None.
         """
         self.shapes = shapes
         """The static shapes."""
         self.kv = kv
         """The replica's KV memory."""
-        self.adapters = AdapterSlots(adapter_slots)
-        """The adapter slots of the device."""
+        self.adapters = adapters or AdapterSeats(0, 0, clock)
+        """The LoRA adapters that the worker has, and those in use."""
         self.stats = SchedulerStats()
         """Counters."""
         self._owner = owner
@@ -142,6 +142,11 @@ class ReplicaScheduler:
         return bool(self._in_flight)
 
     @property
+    def running(self) -> list[Request]:
+        """The requests that have a slot."""
+        return self._slots.requests
+
+    @property
     def least_urgent(self) -> int | None:
         """The priority of the least urgent running request."""
         return self._slots.least_urgent
@@ -194,21 +199,34 @@ class ReplicaScheduler:
         """Ends a request that runs or is deferred here with its last event; the next plan frees its slot."""
         self._slots.finish(request, event)
 
-    def preempt_for(self, request: Request) -> bool:
-        """Preempts a running request that is less urgent than the waiting one, if that could help.
+    def preempt_for(self, request: Request, candidates: Sequence[Request], reason: str) -> bool:
+        """Preempts the first of some running requests, as few as make the waiting one fit for certain.
 
         Returns:
-            Whether a request was preempted; :meth:`admit` may still find too little room.
+            Whether there is room now; nothing is preempted if not all of them would be enough.
         """
         if not self.has_turn(request) or not self.fits(request):
             return False
-        lesser = [one for one in self._slots.requests if outranks(request, one)]
-        victim = preemption_victim(self._slots.in_the_way(request, lesser))
-        beside = [one.kv for one in self._slots.prefilling if not outranks(request, one)]
-        if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser], beside):
+        users: Sequence[Request] = ()
+        if not self.adapters.has_room(request.adapter, request.rank):
+            # If the adapter is in use, a request that ranks before this one waits for its seat.
+            found = None if self.adapters.uses(request.adapter) else self._slots.fewest_users(candidates)
+            if found is None:
+                return False
+            users = found
+        order = [*users, *(one for one in candidates if one not in users)]
+        least = max(len(users), int(self._slots.full))
+        if least > len(order):
             return False
-        self._slots.preempt(victim, "priority")
-        return True
+        beside = [one.kv for one in self._slots.prefilling]
+        count = self.kv.num_to_leave(request.kv, [one.kv for one in order], least, beside)
+        for one in order[: count or 0]:
+            self._slots.preempt(one, reason)
+        return count is not None
+
+    def footprint(self, request: Request) -> float:
+        """Returns the share of the replica that a running request occupies: of its slots or its memory."""
+        return max(1 / self.shapes.max_num_seqs, self.kv.share_of(request.kv))
 
     def abandon(self, loss: Loss) -> Abandoned:
         """Takes all requests off a lost replica; the loss may make suspects of those in unanswered plans."""
@@ -254,7 +272,8 @@ class ReplicaScheduler:
         request = next_to_prefill(self._may_prefill(), self.stats.plans)
         if request is None:
             return None
-        tokens = min(self.shapes.chunk, request.num_ungranted)
+        bucket = chunk_for(request.num_ungranted, self.shapes.chunk_sizes)
+        tokens = min(bucket, request.num_ungranted)
         chunk_s, step_s = self.stats.times.chunk.at(tokens), self.stats.times.decode.at(len(self._decoding))
         if self._decoding and not self._turns.prefill_due(
             request, self._clock(), chunk_s=chunk_s, step_s=step_s
@@ -264,7 +283,7 @@ class ReplicaScheduler:
         if not self._make_room(request, end):
             return None
         assert request.slot is not None
-        work = Prefill(request.slot, start, tokens, sample=end == len(request.token_ids))
+        work = Prefill(request.slot, start, tokens, end == len(request.token_ids), bucket)
         plan = self._send(work, (request,), interrupts=interrupts, context_tokens=end)
         self._slots.chunk_sent(request, end)
         self._turns.sent_chunk(chunk_s, self._stages_per_batch)
@@ -330,10 +349,9 @@ class ReplicaScheduler:
     ) -> StepPlan:  # fmt: skip
         """Returns the plan with this work and everything that comes before it."""
         copies = self.kv.copies.take()
-        place = self.adapters.take_placements(self._changes.next_step)
-        self.stats.count_plan(work is not None, len(place), ahead=bool(self._in_flight))
+        self.stats.count_plan(work is not None, ahead=bool(self._in_flight))
         plan = self._changes.build(
-            work, requests, copies, interrupts=interrupts, context_tokens=context_tokens, place=place
+            work, requests, copies, interrupts=interrupts, context_tokens=context_tokens
         )
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), batch))
         return plan
@@ -392,7 +410,5 @@ class ReplicaScheduler:
             if result.error is not None:
                 self._draining = True
             self._draining = self._draining and bool(self._in_flight)
-            if self.adapters.answered(step.plan):  # an adapter may leave its host now
-                self._owner.released()
         if self.kv.events.active:
             self.kv.events.flush()

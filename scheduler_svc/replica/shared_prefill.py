@@ -13,7 +13,7 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 Awaited: TypeAlias = BlockKey | SequenceGroup
-"""The target of a wait: a chunk boundary, or the prompt that the sequences of one request share."""
+"""The target of a wait: a possible end of a hit, or the prompt that the sequences of one request share."""
 
 
 class SharedPrefills:
@@ -104,20 +104,18 @@ class SharedPrefills:
         """Records that the request is going to compute the rest of its prompt."""
         self._sources.add(request.request_id)
         keys, limit = self._prefixes.lookup_keys(request.kv)
-        first, stride = request.kv.num_computed // self._prefixes.hash_block_size, self._prefixes.hit_stride
-        for boundary in range(first + stride, limit + 1, stride):
+        for boundary in self._prefixes.boundaries(request.kv.num_computed, limit):
             self._computing.setdefault(keys[boundary - 1], request)
 
-    def reached(self, request: Request, end: int, latest: int) -> list[Request]:
-        """Returns the requests that can resume now, because ``request`` is computed up to token ``end``.
+    def reached(self, request: Request, start: int, end: int, latest: int) -> list[Request]:
+        """Returns the requests that can resume now, because ``request`` computed the tokens ``[start, end)``.
 
         Others wait until a window is copied, which a plan after number ``latest`` does: that one is sent.
         """
         keys, limit = self._prefixes.lookup_keys(request.kv)
-        boundary, rest = divmod(end, self._prefixes.hash_block_size)
-        if rest or boundary > limit:
-            return []
-        waiters = self._finish(keys[boundary - 1])
+        last = min(limit, end // self._prefixes.hash_block_size)
+        ends = self._prefixes.boundaries(start, last)
+        waiters = [waiter for boundary in ends for waiter in self._finish(keys[boundary - 1])]
         if not self._copies:
             return waiters
         self._waiting_for_copies += [(latest, waiter) for waiter in waiters]
@@ -137,7 +135,7 @@ class SharedPrefills:
         return done
 
     def stop(self, request: Request) -> list[Request]:
-        """Stops the computation of a prompt, if it is under way; returns the requests that waited for its rest."""
+        """Stops the computation of a prompt, if it goes on; returns the requests that waited for its rest."""
         if request.request_id not in self._sources:
             return []
         self._sources.remove(request.request_id)
@@ -157,8 +155,8 @@ class SharedPrefills:
         """Returns the last boundary of a prompt that is being computed, in hash blocks; 0 if none is."""
         if not self._computing:
             return 0
-        stride = self._prefixes.hit_stride
-        return next((end for end in range(limit, 0, -stride) if keys[end - 1] in self._computing), 0)
+        ends = reversed(self._prefixes.boundaries(0, limit))
+        return next((end for end in ends if keys[end - 1] in self._computing), 0)
 
     def _defer(self, request: Request, awaited: Awaited, computing: Request) -> None:
         # Several sequences may compute their prompt at once; wait for the end of exactly this one.

@@ -2,11 +2,11 @@
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from protos.errors import Internal
-from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import join_prefill
 from scheduler_svc.replica.decode_rows import Decoding
@@ -51,7 +51,7 @@ class Slots:
     """Slots and the requests in them. Each request prefills, is on trial, or is in the decode batch."""
 
     def __init__(
-        self, max_num_seqs: int, kv: KvCache, adapters: AdapterSlots, decoding: Decoding, changes: Changes,
+        self, max_num_seqs: int, kv: KvCache, adapters: AdapterSeats, decoding: Decoding, changes: Changes,
         in_flight: StepsInFlight, shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Starts with all slots free.
@@ -59,7 +59,7 @@ class Slots:
         Args:
             max_num_seqs: number of slots.
             kv: has the requests' blocks.
-            adapters: has their LoRA adapters.
+            adapters: counts their LoRA adapters.
             decoding: takes the requests that decode.
             changes: learns of requests that get or release a slot.
             in_flight: ignores results for released slots.
@@ -70,7 +70,7 @@ class Slots:
         """
         self._kv = kv
         self.adapters = adapters
-        """The adapter slots of the device."""
+        """The LoRA adapters that the worker has, and those in use."""
         self._decoding = decoding
         self._changes = changes
         self._in_flight = in_flight
@@ -115,21 +115,14 @@ class Slots:
         """Returns the request in a slot."""
         return self._slots[slot]
 
-    def users_of(self, adapter_slot: int) -> list[Request]:
-        """Returns the requests whose adapter lies in an adapter slot."""
-        return [request for request in self.requests if request.adapter_slot == adapter_slot]
-
-    def in_the_way(self, request: Request, lesser: Collection[Request]) -> Collection[Request]:
-        """Returns the requests, of some `lesser` ones, that could make way for a waiting request.
-
-        If it lacks an adapter slot, these are the users of the slot with the fewest, all of them lesser.
-        """
-        if self.adapters.has_room(request.adapter, request.rank):
-            return lesser
-        if self.adapters.holds(request.adapter):
-            return ()  # a request that ranks before this one waits for the slot
-        users = [self.users_of(slot) for slot in range(len(self.adapters))]
-        return min((each for each in users if all(one in lesser for one in each)), key=len, default=())
+    def fewest_users(self, candidates: Collection[Request]) -> Sequence[Request] | None:
+        """Returns the users of the adapter with the fewest, all of them `candidates`; None without."""
+        users: dict[int, list[Request]] = {}
+        for one in self.requests:
+            if one.adapter is not None:
+                users.setdefault(one.adapter.adapter_id, []).append(one)
+        able = (each for each in users.values() if all(one in candidates for one in each))
+        return min(able, key=len, default=None)
 
     # ---- getting a slot ----
 
@@ -138,7 +131,7 @@ class Slots:
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
         if request.adapter is not None:
-            request.adapter_slot = self.adapters.acquire(request.adapter.adapter_id)
+            request.adapter_load = self.adapters.acquire(request.adapter.adapter_id)
         request.prefills_forced = False
         self._priorities[request.priority] += 1
         delivery = request.delivery
@@ -242,7 +235,7 @@ class Slots:
         """Moves a decoding request back to prefill, for tokens that its grammar forced."""
         self._stop_decoding(request)
         assert request.slot is not None
-        self._in_flight.ignore_slot(request.slot)  # what is sent skips it until its tokens are computed
+        self._in_flight.skip(request.slot)  # until its forced tokens are computed
         request.prefills_forced = True
         self._prefill(request)
 
@@ -288,13 +281,13 @@ class Slots:
         if not self._priorities[request.priority]:
             del self._priorities[request.priority]
         self._changes.release(request, slot)
-        self._in_flight.ignore_slot(slot)
+        self._in_flight.leave(slot)
         self._slots[slot] = None
         self._free_slots.append(slot)
         request.slot = None
         if request.adapter is not None:
             self.adapters.release(request.adapter.adapter_id)
-            request.adapter_slot = None
+            request.adapter_load = 0
         self._kv.release(request.kv)
 
     def clear(self) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,11 +57,11 @@ class Distribution:
 
 @dataclass(slots=True)
 class BucketStats:
-    """Decode steps at one compiled batch size."""
+    """Steps of one compiled size."""
 
     steps: int = 0
     rows: int = 0
-    """Requests in the steps; ``steps * bucket - rows`` rows were padding."""
+    """Requests in decode steps, tokens in prefill steps; ``steps * bucket - rows`` were padding."""
     seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
     """The time that the steps took on the worker."""
 
@@ -71,14 +72,12 @@ class SchedulerStats:
 
     times: LearnedTimes = field(default_factory=LearnedTimes)
     """Seconds that a step takes."""
-    chunks: int = 0
-    """Prefill steps."""
-    prefill_tokens: int = 0
-    """Tokens in the prefill steps; the rest of ``chunks * chunk`` was padding."""
+    prefills: dict[int, BucketStats] = field(default_factory=dict)
+    """Prefill steps by bucket."""
     chunk_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
     """Tokens by prefill step."""
-    chunk_seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
-    """The time that prefill steps took on the worker."""
+    observe_chunk: Callable[[int], None] = lambda _: None
+    """Receives the tokens of each prefill step."""
     step_rows: Counter[int] = field(default_factory=Counter)
     """Decode steps by their requests."""
     plans: int = 0
@@ -103,14 +102,10 @@ class SchedulerStats:
     """Preempted requests by reason: "memory", "priority" or "fault"."""
     deferred: int = 0
     """Requests that waited for a prefix that another request computed."""
+    not_finite: int = 0
+    """Requests that failed because the model computed NaN or infinity."""
     forks: int = 0
     """Sequences that continued from the prompt that another sequence of their request computed."""
-    adapter_placements: int = 0
-    """LoRA adapters copied to the device."""
-    adapter_loads: int = 0
-    """LoRA adapters loaded into the memory of the replica's hosts."""
-    adapter_evictions: int = 0
-    """LoRA adapters whose memory there was freed for others."""
     stall_s: float = 0.0
     """Total seconds for which prefill chunks kept decoding requests waiting between two decode steps."""
     longest_stall_s: float = 0.0
@@ -128,13 +123,15 @@ class SchedulerStats:
     computed_tokens: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
     """Prompt tokens of each request that no prefix hit served."""
 
-    def count_chunk(self, num_tokens: int, seconds: float) -> None:
-        """Counts a prefill step that took that long on the worker."""
-        self.chunks += 1
-        self.prefill_tokens += num_tokens
-        self.chunk_tokens.observe(num_tokens)
-        self.chunk_seconds.observe(seconds)
-        self.times.chunk.observe(num_tokens, seconds)
+    def count_chunk(self, bucket: int, tokens: int, seconds: float) -> None:
+        """Counts a prefill step with its tokens and its time on the worker."""
+        run = self.prefills.setdefault(bucket, BucketStats())
+        run.steps += 1
+        run.rows += tokens
+        run.seconds.observe(seconds)
+        self.chunk_tokens.observe(tokens)
+        self.times.chunk.observe(tokens, seconds)
+        self.observe_chunk(tokens)
 
     def count_decode(self, num_rows: int, bucket: int, seconds: float) -> None:
         """Counts a decode step that took that long on the worker."""
@@ -147,8 +144,7 @@ class SchedulerStats:
         self.step_rows[num_rows] += 1
         self.times.decode.observe(num_rows, seconds)
 
-    def count_plan(self, has_work: bool, num_placements: int, *, ahead: bool) -> None:
+    def count_plan(self, has_work: bool, *, ahead: bool) -> None:
         """Counts a plan that is sent; `ahead` says whether another one is in flight."""
         self.plans += has_work
         self.plans_ahead += has_work and ahead
-        self.adapter_placements += num_placements

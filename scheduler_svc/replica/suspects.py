@@ -91,7 +91,7 @@ def killed_too_many(losses: int) -> Internal:
 
 def blame(step: InFlight) -> list[Request]:
     """Counts a failed step against the requests that are still in it; returns them."""
-    requests = [request for _, request in step.rows]
+    requests = step.here
     for request in requests:
         request.step_failures += 1
         request.cleared_at = max(_reached(step), request.cleared_at)

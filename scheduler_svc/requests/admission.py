@@ -8,6 +8,7 @@ from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsuppo
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids, check_token_ids, requested_features
 from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.kv.sequence import HashChain
 from scheduler_svc.requests.request import (
     DECODING_CLEARS,
     Delivery,
@@ -63,6 +64,10 @@ class Submission:
     """Seconds since a resumed request last brought a token."""
     tracing: TraceContext | None = None
     """Where its spans belong; None: it is not traced."""
+    hash_chain: HashChain | None = None
+    """The hashes of a long prompt, if they are computed."""
+    largest_id: int | None = None
+    """Its largest token id, if it is known."""
 
     @property
     def was_accepted(self) -> bool:
@@ -78,12 +83,13 @@ class Submission:
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
         """The sequences to run, each with the tokens already received by the client."""
-        known = {part.sequence: part for part in self.resumed}
-        return {
-            sequence: known[sequence].token_ids if sequence in known else ()
-            for sequence in range(self.n)
-            if not (sequence in known and known[sequence].finished)
-        }
+        sequences: dict[int, tuple[int, ...]] = dict.fromkeys(range(self.n), ())
+        for part in self.resumed:
+            if part.finished:
+                del sequences[part.sequence]
+            else:
+                sequences[part.sequence] = part.token_ids
+        return sequences
 
     def sequence_id(self, sequence: int) -> str:
         """Returns the id of a sequence among the scheduler's requests."""
@@ -92,7 +98,7 @@ class Submission:
     def ended(self, stop: StopRule) -> list[Event]:
         """Returns the last events of resumed sequences that ended; the client did not receive them."""
         events = []
-        for sequence, received in self.sequences.items():
+        for sequence, received in self.sequences.items() if self.resumed else ():
             if (reason := stop.reason_of(received)) is not None:
                 stop_token_id = received[-1] if reason is FinishReason.STOP else None
                 events.append(
@@ -141,7 +147,10 @@ class ModelLimits:
         for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
             if count > self.max_logprobs:
                 raise InvalidArgument(f"{name} must be at most {self.max_logprobs}", param=name)
-        check_ids("prompt_token_ids", submission.prompt_token_ids, self.vocab_size)
+        known = submission.largest_id
+        check_ids(
+            "prompt_token_ids", submission.prompt_token_ids if known is None else (known,), self.vocab_size
+        )
         for received in submission.sequences.values():
             check_ids("resumed", received, self.vocab_size)
         check_token_ids(params, self.vocab_size)
@@ -255,6 +264,9 @@ def make_requests(
                 traceparent=traceparent_of(tracing, trace),
             )
         )
+    if (chain := submission.hash_chain) is not None:
+        for request in requests:
+            request.kv.hash_chain = chain.copy()
     if group is not None:
         group.members.extend(requests)
     return requests

@@ -30,8 +30,6 @@ class RequestState(enum.Enum):
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
     """Waits for a replica to compile its grammar."""
-    WAITING_FOR_ADAPTER = enum.auto()
-    """Waits for a replica to load its LoRA adapter into the host's memory."""
     DEFERRED = enum.auto()
     """Waits for another request to compute their common prefix."""
     PREFILLING = enum.auto()
@@ -201,6 +199,8 @@ class Request:
     """Order of arrival; unique."""
     arrival_s: float
     """Clock reading at arrival, seconds. A resumed request keeps its age."""
+    waits_since_s: float = field(default=0.0, init=False)
+    """Clock reading since which the request waits for a slot, or waited for the last one."""
     sink: Sink
     """Receives the events."""
     stop: StopRule
@@ -215,8 +215,8 @@ class Request:
     """Requests with different salts never share KV."""
     adapter: Adapter | None = None
     """The request's LoRA adapter, kept to its end; None for the base model."""
-    adapter_slot: int | None = None
-    """The adapter's slot on the device, while the request occupies a slot."""
+    adapter_load: int = 0
+    """The adapter's load on the worker, while the request occupies a slot; 0 for the base model."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
     sequence: int = 0

@@ -1,11 +1,12 @@
-"""The number of rows of decode steps: counted in memory, logged periodically, kept on disk across restarts.
+"""Rows of decode steps and tokens of prefill steps: counted in memory, logged, kept on disk across restarts.
 
-`triptych plan` reads the file and proposes decode buckets that fit the traffic.
+`triptych plan` reads the file and proposes buckets that fit the traffic.
 """
 
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 from protos.service import private_files
 from scheduler_svc.shapes.buckets import usage_of
+from scheduler_svc.shapes.shape_config import ShapeConfig
 
 _VERSION = 1
 # Seconds between two writes of the file while nothing is logged.
@@ -40,6 +42,12 @@ class RecordedBatches:
     """Decode buckets at the last save, ascending; empty if no replica was ready."""
     counts: Mapping[int, int] = field(default_factory=dict)
     """Maps the number of rows of a decode step to the number of such steps."""
+    prefill_buckets: tuple[int, ...] = ()
+    """Prefill buckets at the last save, ascending."""
+    chunk_counts: Mapping[int, int] = field(default_factory=dict)
+    """Maps the number of tokens of a prefill step to the number of such steps."""
+    block_size: int = 1
+    """Tokens of a KV block at the last save."""
 
     @property
     def num_steps(self) -> int:
@@ -55,20 +63,25 @@ class RecordedBatches:
             raise DamagedHistogram("not JSON") from error
         if not isinstance(data, dict) or data.get("version") != _VERSION:
             raise DamagedHistogram(f"not version {_VERSION} of the format")
-        model, buckets, counts = data.get("model"), data.get("buckets"), data.get("counts")
-        if not (isinstance(model, str) and isinstance(buckets, list) and isinstance(counts, dict)):
+        model, prefill = (
+            data.get("model"),
+            data.get("prefill", {"buckets": [], "counts": {}, "block_size": 1}),
+        )
+        if not (isinstance(model, str) and isinstance(prefill, dict)):
             raise DamagedHistogram("a field is missing")
-        sizes = {int(rows): steps for rows, steps in counts.items() if rows.isdecimal() and len(rows) < 10}
-        if len(sizes) != len(counts) or not all(map(_is_count, [*buckets, *sizes, *sizes.values()])):
-            raise DamagedHistogram("a count is not a positive number")
-        if buckets != sorted(set(buckets)):
-            raise DamagedHistogram("the buckets do not ascend")
-        return cls(model, tuple(buckets), sizes)
+        if not _is_count(block_size := prefill.get("block_size", 0)):
+            raise DamagedHistogram("the block size is not a positive number")
+        return cls(model, *_usage(data), *_usage(prefill), block_size)
 
     def write(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new file."""
-        counts = {str(rows): steps for rows, steps in sorted(self.counts.items())}
-        data = {"version": _VERSION, "model": self.model, "buckets": list(self.buckets), "counts": counts}
+        prefill = _fields(self.prefill_buckets, self.chunk_counts) | {"block_size": self.block_size}
+        data = {
+            "version": _VERSION,
+            "model": self.model,
+            **_fields(self.buckets, self.counts),
+            "prefill": prefill,
+        }
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -81,7 +94,7 @@ class RecordedBatches:
 
 
 class BatchHistogram:
-    """Counts the decode steps of all replicas by their number of rows.
+    """Counts the decode steps of all replicas by their number of rows, and the prefill steps by tokens.
 
     Counts continue from the file, so they grow across restarts. The file of another model is renamed to end
     in ``.previous``. A file that cannot be read, parsed or written only causes a warning.
@@ -105,10 +118,11 @@ class BatchHistogram:
         self._clock = clock
         self._log = log
         self._due_s = clock() + (self._interval_s or _SAVE_S)
-        self._buckets: tuple[int, ...] = ()
+        self._shapes: ShapeConfig | None = None
         # By number of rows: steps of this process, and those already logged.
         self._counts = [0] * 257
         self._logged = [0] * 257
+        self._chunks: Counter[int] = Counter()
         self._can_write = True
         self._before = self._read()
         self._model = self._before.model
@@ -135,12 +149,16 @@ class BatchHistogram:
             self._counts.extend([0] * (num_rows + 1 - len(self._counts)))
             self._counts[num_rows] += 1
 
-    def describe(self, model: str, buckets: Sequence[int]) -> None:
-        """Sets the model's served name and the decode buckets, ascending, once a replica is ready."""
+    def observe_chunk(self, num_tokens: int) -> None:
+        """Counts a prefill step with ``num_tokens`` tokens (at least 1), before padding."""
+        self._chunks[num_tokens] += 1
+
+    def describe(self, model: str, shapes: ShapeConfig) -> None:
+        """Sets the model's served name and the shapes, once a replica is ready."""
         if self._before.counts and self._before.model != model:
             self._rename(".previous", f"it counts batches of {self._before.model!r}")
             self._before = RecordedBatches()
-        self._model, self._buckets = model, tuple(buckets)
+        self._model, self._shapes = model, shapes
 
     def tick(self) -> None:
         """Logs and saves if it is time; cheap otherwise. Call it regularly."""
@@ -154,10 +172,18 @@ class BatchHistogram:
 
     def save(self) -> None:
         """Writes the file if anything was counted. Call it at shutdown, too."""
-        if self._path is None or not any(self._counts):
+        if self._path is None or not (any(self._counts) or self._chunks):
             return
+        before, shapes = self._before, self._shapes
         try:
-            RecordedBatches(self._model, self._buckets or self._before.buckets, self.counts).write(self._path)
+            RecordedBatches(
+                self._model,
+                shapes.buckets if shapes else before.buckets,
+                self.counts,
+                shapes.chunk_sizes if shapes else before.prefill_buckets,
+                self._chunks + Counter(before.chunk_counts),
+                shapes.block_size if shapes else before.block_size,
+            ).write(self._path)
         except OSError as error:
             if self._can_write:
                 self._log.warning("batch_sizes_not_saved", path=str(self._path), reason=error.strerror)
@@ -179,8 +205,9 @@ class BatchHistogram:
         fields: dict[str, Any] = {
             "mean_rows": round(sum(rows * count for rows, count in new.items()) / steps, 2)
         }
-        if self._buckets and max(new) <= self._buckets[-1]:
-            fields["padding_share"] = round(usage_of(new, self._buckets).padding_share, 4)
+        buckets = self._shapes.buckets if self._shapes else (0,)
+        if max(new) <= buckets[-1]:
+            fields["padding_share"] = round(usage_of(new, buckets).padding_share, 4)
         counts = {str(rows): count for rows, count in new.items()}
         self._log.info("decode_batch_sizes", steps=steps, **fields, steps_by_rows=counts)
 
@@ -205,6 +232,23 @@ class BatchHistogram:
         # A file that is gone or cannot be renamed: the next save replaces it or reports why not.
         with contextlib.suppress(OSError):
             self._path.replace(aside)
+
+
+def _fields(buckets: Sequence[int], counts: Mapping[int, int]) -> dict[str, Any]:
+    return {"buckets": list(buckets), "counts": {str(size): counts[size] for size in sorted(counts)}}
+
+
+def _usage(data: dict[str, Any]) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Returns buckets and counts of a file's part; raises `DamagedHistogram`."""
+    buckets, counts = data.get("buckets"), data.get("counts")
+    if not (isinstance(buckets, list) and isinstance(counts, dict)):
+        raise DamagedHistogram("a field is missing")
+    sizes = {int(size): steps for size, steps in counts.items() if size.isdecimal() and len(size) < 10}
+    if len(sizes) != len(counts) or not all(map(_is_count, [*buckets, *sizes, *sizes.values()])):
+        raise DamagedHistogram("a count is not a positive number")
+    if buckets != sorted(set(buckets)):
+        raise DamagedHistogram("the buckets do not ascend")
+    return tuple(buckets), sizes
 
 
 def _is_count(value: object) -> bool:

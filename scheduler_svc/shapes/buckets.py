@@ -1,11 +1,14 @@
-"""Decode buckets: the batch sizes of compiled decode graphs, by the settings or fitted to observed traffic.
+"""Buckets: the sizes of compiled steps, by the settings or fitted to observed traffic.
+
+Decode buckets count rows, prefill buckets the tokens of a chunk.
 
 Pure functions. The strategies and their settings follow vLLM-RBLN (``VLLM_RBLN_DECODE_BATCH_BUCKET_*``). They
-start at the largest batch and go down by division (exponential) or subtraction (linear), until a bucket would
+start at the largest size and go down by division (exponential) or subtraction (linear), until a bucket would
 be below the minimum or the limit of buckets is reached. Manual buckets are sorted; repeated sizes count once.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -34,38 +37,85 @@ def decode_buckets(
     if max_batch < 1:
         raise ValueError(f"the largest decode batch must be at least 1, not {max_batch}")
     if strategy == "manual":
-        return _manual(manual, max_batch)
-    if strategy not in get_args(BucketStrategy):
-        raise ValueError(f"unknown bucket strategy {strategy!r}: use exponential (exp), linear or manual")
+        return _manual(manual, max_batch, "", "the largest batch")
     if not 1 <= minimum <= max_batch:
         raise ValueError(
             f"the smallest bucket must be between 1 and the largest batch {max_batch}, not {minimum}"
         )
+    return tuple(sorted(_descend(strategy, max_batch, minimum, step, limit, "")[:limit]))
+
+
+SMALLEST_CHUNK = 64
+"""The default of the smallest prefill bucket, tokens: below, GPUs and NPUs save no time, and CPUs little."""
+
+
+def prefill_buckets(
+    strategy: BucketStrategy,
+    *,
+    chunk: int,
+    block_size: int,
+    minimum: int = SMALLEST_CHUNK,
+    step: int = 2,
+    limit: int = 4,
+    manual: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Returns the sizes of compiled prefill chunks, ascending; the last is ``chunk``.
+
+    Sizes that neither divide ``block_size`` nor are multiples of it are left out.
+
+    Example:
+        >>> prefill_buckets("exp", chunk=512, block_size=16)
+        (64, 128, 256, 512)
+
+    Raises:
+        ValueError: naming the bad setting and the rule.
+    """
+    if strategy == "manual":
+        chosen = _manual(manual, chunk, "prefill ", "the largest chunk")
+        if bad := [size for size in chosen if not divides(size, block_size)]:
+            raise ValueError(
+                f"the prefill bucket {bad[0]} and block_size {block_size} must divide one another"
+            )
+        return chosen
+    sizes = _descend(strategy, chunk, min(minimum, chunk), step, limit, "prefill ")
+    return tuple(sorted([size for size in sizes if divides(size, block_size)][:limit]))
+
+
+def divides(chunk: int, block_size: int) -> bool:
+    """Whether chunks of a size line up with blocks: one is a multiple of the other."""
+    return chunk % block_size == 0 or block_size % chunk == 0
+
+
+def _descend(
+    strategy: BucketStrategy, largest: int, minimum: int, step: int, limit: int, kind: str
+) -> list[int]:
+    """Returns the sizes from the largest down to the minimum; `kind` is for errors."""
+    if strategy not in get_args(BucketStrategy):
+        raise ValueError(f"unknown bucket strategy {strategy!r}: use exponential (exp), linear or manual")
     if limit < 1:
-        raise ValueError(f"the number of buckets must be at least 1, not {limit}")
+        raise ValueError(f"the number of {kind}buckets must be at least 1, not {limit}")
     exponential = strategy in ("exponential", "exp")
     if step < (2 if exponential else 1):
         raise ValueError(
-            f"the bucket step must be at least {2 if exponential else 1} for {strategy} buckets, not {step}"
+            f"the {kind}bucket step must be at least {2 if exponential else 1} for {strategy} buckets, not {step}"
         )
-    buckets: list[int] = []
-    size = max_batch
-    while size >= minimum and len(buckets) < limit:
-        buckets.append(size)
-        size = size // step if exponential else size - step
-    return tuple(reversed(buckets))
+    if not exponential:
+        return list(range(largest, minimum - 1, -step))
+    sizes = []
+    while largest >= minimum:
+        sizes.append(largest)
+        largest //= step
+    return sizes
 
 
-def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
+def _manual(buckets: Sequence[int], largest: int, kind: str, name: str) -> tuple[int, ...]:
     if not buckets:
-        raise ValueError("manual buckets need a list, for example 1,2,4,8")
+        raise ValueError(f"manual {kind}buckets need a list, for example 1,2,4,8")
     if any(size < 1 for size in buckets):
-        raise ValueError(f"manual buckets must be at least 1: {list(buckets)}")
+        raise ValueError(f"manual {kind}buckets must be at least 1: {list(buckets)}")
     chosen = tuple(sorted(set(buckets)))
-    if chosen[-1] != max_batch:
-        raise ValueError(
-            f"the largest manual bucket must equal the largest batch {max_batch}, not {chosen[-1]}"
-        )
+    if chosen[-1] != largest:
+        raise ValueError(f"the largest manual {kind}bucket must equal {name} {largest}, not {chosen[-1]}")
     return chosen
 
 
@@ -79,6 +129,11 @@ def stage_batch(max_num_seqs: int, stages: int) -> int:
     return max_num_seqs // stages
 
 
+def chunk_for(rest: int, buckets: Sequence[int]) -> int:
+    """Returns the bucket of a prompt's next chunk: the smallest that holds the rest, else the largest."""
+    return bucket_for(min(rest, buckets[-1]), buckets)
+
+
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:
     """Returns the smallest bucket that holds ``batch`` rows; `ValueError` if none does."""
     index = bisect_left(buckets, batch)
@@ -89,12 +144,12 @@ def bucket_for(batch: int, buckets: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BucketUsage:
-    """How the steps of a histogram use a set of buckets."""
+    """How the steps of a histogram use a set of buckets. Rows of prefill steps are tokens."""
 
     buckets: tuple[int, ...]
     """Ascending."""
     num_steps: int
-    """Decode steps."""
+    """Steps."""
     num_rows: int
     """Rows that belong to requests."""
     padded_rows: int
@@ -154,6 +209,32 @@ def plan_buckets(
     """
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
     return BucketPlan(current=usage_of(counts, current), best=usage_of(counts, best))
+
+
+def plan_chunks(
+    counts: Mapping[int, int], current: Sequence[int], *, block_size: int, graphs: int
+) -> BucketPlan:
+    """Returns the current and the best prefill buckets; the best line up with blocks.
+
+    Args:
+        counts: maps tokens of a chunk to chunks. Those above the largest bucket count as its size.
+        current: the current buckets, ascending. The best go down to the first, or to `SMALLEST_CHUNK`.
+        block_size: tokens of a KV block.
+        graphs: most buckets to choose.
+    """
+    chunk = current[-1]
+    counts = _merged(counts, range(1, chunk + 1))
+    sizes = [size for size in range(min(SMALLEST_CHUNK, current[0]), chunk + 1) if divides(size, block_size)]
+    best = best_buckets(_merged(counts, sizes), max_batch=chunk, graphs=graphs)
+    return BucketPlan(current=usage_of(counts, current), best=usage_of(counts, best))
+
+
+def _merged(counts: Mapping[int, int], sizes: Sequence[int]) -> Counter[int]:
+    """Returns the counts by the smallest of the sizes that holds each, else the largest."""
+    merged: Counter[int] = Counter()
+    for size, steps in counts.items():
+        merged[chunk_for(size, sizes)] += steps
+    return merged
 
 
 def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:

@@ -47,16 +47,18 @@ class ShapeConfig:
     """Decode batch sizes, ascending."""
     stages: int = 1
     """Pipeline stages of a replica."""
+    prefill_buckets: tuple[int, ...] = ()
+    """Chunk sizes, ascending; the last is `chunk`. Empty: `chunk` alone."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Tokens of each prefill graph, ascending."""
+        return self.prefill_buckets or (self.chunk,)
 
     @property
     def stage_batch(self) -> int:
         """Most rows of a decode step."""
         return self.max_num_seqs // self.stages
-
-    @property
-    def hash_block_size(self) -> int:
-        """Tokens per prefix key: the smaller of chunk and block size, which divides the larger."""
-        return min(self.chunk, self.block_size)
 
     def check(self, limits: DeviceLimits, groups: Sequence[KvGroup]) -> None:
         """Checks the shapes against each other, the model and the device; refuses the first broken rule."""

@@ -1,7 +1,7 @@
 """What the clients of a simulation see: times to first tokens, gaps, latencies, tokens and hits."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,18 @@ class Tally:
         self.hit_tokens += other.hit_tokens
         self.preemptions += other.preemptions
         self.rejected += other.rejected
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """Returns values of each kind of time, seconds, with the share of values up to them."""
+        shares = [percent / 100 for percent in range(1, 101)]
+        times = {"ttft": Counter(self.ttft_s), "gap": self.gaps_us, "latency": Counter(self.latency_s)}
+        return {
+            name: [
+                (value * (1e-6 if name == "gap" else 1), share)
+                for value, share in zip(quantiles(values, shares), shares, strict=True)
+            ]
+            for name, values in times.items()
+        }
 
     def figures(self, span_s: float) -> dict[str, Any]:
         """Returns the figures by name, given the seconds from the first arrival to the last end."""
@@ -122,7 +134,12 @@ class Measures:
         del token_ids
         now = self._clock()
         batch = self._batches.get(request_ids[0])
-        if batch is None or (batch[0] is not request_ids and batch[0] != request_ids):
+        # A step whose tokens came one by one has given each request a stamp of its own.
+        if (
+            batch is None
+            or self._live[request_ids[0]].stamp is not batch[1]
+            or (batch[0] is not request_ids and batch[0] != request_ids)
+        ):
             self._split(request_ids, now)
             return
         _, stamp, tenants = batch
@@ -148,18 +165,18 @@ class Measures:
 
 def summary(values: Counter[Any]) -> dict[str, float]:
     """Returns mean and percentiles of values with their counts; zeros without any."""
-    total = values.total()
-    if not total:
-        return dict.fromkeys(("p50", "p90", "p99", "mean"), 0.0)
-    ranked = sorted(values.items())
-    wanted: Iterable[tuple[str, float]] = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    result: dict[str, float] = {}
-    below, items = 0, iter(ranked)
-    value = ranked[0][0]
-    for name, share in wanted:
+    parts = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    found = dict(zip(parts, quantiles(values, list(parts.values())), strict=True))
+    return found | {"mean": sum(one * count for one, count in values.items()) / (values.total() or 1)}
+
+
+def quantiles(values: Counter[Any], shares: Sequence[float]) -> list[float]:
+    """Returns the least value that reaches each share of all values, shares ascending; 0 without values."""
+    total, below, value = values.total(), 0, 0.0
+    ranked, result = iter(sorted(values.items())), []
+    for share in shares:
         while below < share * total:
-            value, count = next(items)
+            value, count = next(ranked)
             below += count
-        result[name] = value
-    result["mean"] = sum(one * count for one, count in ranked) / total
+        result.append(value)
     return result

@@ -41,7 +41,8 @@ def simulate(
         replicas: number of workers, if `times` does not say.
 
     Returns:
-        The figures, as `triptych simulate --json` writes them: seconds, shares from 0 to 1 and counts.
+        The figures of `triptych simulate --json` (seconds, shares from 0 to 1 and counts), and the curves of
+        `--svg`.
 
     Raises:
         ConfigurationRefused: the settings contradict each other, or a request can never be served.
@@ -92,7 +93,7 @@ class Simulation:
             # More blocks than all requests together take would only cost time.
             most = sum(length // block_size + 2 for length in lengths)
             blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
-            worker = VirtualWorker(each, setup.request.chunk, lambda: self.now, self._engine.dispatch)
+            worker = VirtualWorker(each, lambda: self.now, self._engine.dispatch)
             link = WorkerLink(
                 wake=self._waker(index, worker),
                 compile_grammar=_unused, withdraw_grammar=_unused,
@@ -206,6 +207,7 @@ class Simulation:
         for tally in measures.tenants.values():
             total.add(tally)
         computed, padded = (sum(getattr(one, name) for one in workers) for name in ("computed", "padded"))
+        names = sorted(measures.tenants) if len(measures.tenants) > 1 else []
         return {
             **total.figures(span_s),
             "span_s": span_s,
@@ -215,6 +217,7 @@ class Simulation:
             "kv_uncomputed_share": self._uncomputed / self._allocated if self._allocated else 0.0,
             "utilization": sum(one.busy_s for one in workers) / (span_s * len(workers)) if span_s else 0.0,
             "padding_share": padded / (computed + padded) if computed else 0.0,
+            "curves": {"all": total.curves(), **{name: measures.tenants[name].curves() for name in names}},
             "tenants": {name: tally.figures(span_s) for name, tally in sorted(measures.tenants.items())},
         }
 
@@ -229,9 +232,9 @@ def _description(times: StepTimes, max_context: int) -> WorkerDescription:
     return WorkerDescription(
         model=model, device=_MODEL, limits=DeviceLimits(max_context, 1, unlimited, unlimited),
         groups=(KvGroup(GroupKind.FULL),), default_max_num_seqs=times.max_num_seqs,
-        default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size,
+        default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size, prefill_buckets=True,
         max_lease_steps=unlimited, packs_texts=False, max_logprobs=0,
-        sampling_fields=frozenset(), lora=None, copies_blocks=True,
+        sampling_fields=frozenset(), lora=None, copies_blocks=True, chunk_starts=times.chunk_starts,
     )  # fmt: skip
 
 

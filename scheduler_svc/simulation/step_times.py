@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protos.errors import ConfigurationRefused
+from scheduler_svc.kv.cache import ChunkStarts
 
 _Table = dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 
@@ -42,6 +43,8 @@ class StepTimes(BaseModel):
     """The worker's own default of the setting; so are the next two."""
     max_num_batched_tokens: int = Field(512, ge=1)
     block_size: int = Field(128, ge=1)
+    chunk_starts: ChunkStarts = "anywhere"
+    """Where prefill chunks may begin, and so where prefix hits end: "exact" on CPUs with our kernels."""
     kv_tokens: int = Field(1 << 20, ge=1)
     """Tokens of KV memory on each replica, unless ``--blocks`` says otherwise."""
 

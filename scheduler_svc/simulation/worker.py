@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.simulation.step_times import StepTimes
@@ -15,14 +16,11 @@ class VirtualWorker:
     with the same token for every row.
     """
 
-    def __init__(
-        self, times: StepTimes, chunk: int, clock: Callable[[], float], dispatch: Callable[[], None]
-    ) -> None:
+    def __init__(self, times: StepTimes, clock: Callable[[], float], dispatch: Callable[[], None]) -> None:
         """Starts idle; set :attr:`scheduler` before anything else.
 
         Args:
             times: how long steps take.
-            chunk: tokens of the compiled prefill step.
             clock: virtual seconds.
             dispatch: gives waiting requests to replicas that have room.
         """
@@ -35,12 +33,10 @@ class VirtualWorker:
         """Tokens that steps computed, without padding."""
         self.padded = 0
         """Tokens of padding."""
-        self._times = times
-        self._chunk = chunk
         self._clock = clock
         self._dispatch = dispatch
-        self._chunk_s = times.chunk(chunk)
-        self._decode_s: dict[int, float] = {}
+        self._chunk_s = cache(times.chunk)
+        self._decode_s = cache(times.decode)
         # Plans without their last result; the first one runs.
         self._plans: deque[StepPlan] = deque()
         self._num_run = 0
@@ -98,12 +94,10 @@ class VirtualWorker:
         work = plan.work
         if isinstance(work, Prefill):
             self.computed += work.num_tokens
-            self.padded += self._chunk - work.num_tokens
-            return self._chunk_s
+            self.padded += work.bucket - work.num_tokens
+            return self._chunk_s(work.bucket)
         assert isinstance(work, Decode)
         rows = len(work.slots)
         self.computed += rows
         self.padded += work.bucket - rows
-        if (seconds := self._decode_s.get(work.bucket)) is None:
-            seconds = self._decode_s[work.bucket] = self._times.decode(work.bucket)
-        return seconds
+        return self._decode_s(work.bucket)

@@ -1,13 +1,20 @@
 """A worker's description of its model and device, and its configuration."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from protos.errors import ConfigurationRefused
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape, kind_from_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
+from scheduler_svc.kv.cache import ChunkStarts
 from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup, ShapeConfig
+
+_CHUNK_STARTS: "Final[dict[int, ChunkStarts]]" = {
+    worker_pb2.CHUNK_STARTS_ANYWHERE: "anywhere",
+    worker_pb2.CHUNK_STARTS_EXACT: "exact",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class WorkerDescription:
     """Tokens of a prefill chunk that the device usually runs with."""
     default_block_size: int
     """Tokens of a KV block that the device usually runs with."""
+    prefill_buckets: bool
+    """Whether the worker takes prefill chunks of several compiled sizes."""
     max_lease_steps: int
     """Decode steps that one plan may allow."""
     packs_texts: bool
@@ -72,6 +81,8 @@ class WorkerDescription:
     """How many LoRA adapters the worker holds; None if it runs none."""
     copies_blocks: bool
     """Whether the worker can copy blocks: first its expectation, and once it is configured its answer."""
+    chunk_starts: ChunkStarts = "whole"
+    """Where chunks may begin; known once the worker is configured."""
     pipeline_stages: int = 1
     """Ranges of layers that work on different steps at the same time. The registration of the replica's ranks
     says how many; the worker that describes the model is the first."""
@@ -106,12 +117,13 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         default_max_num_seqs=message.default_max_num_seqs,
         default_chunk=message.default_chunk,
         default_block_size=message.default_block_size,
+        prefill_buckets=message.prefill_buckets,
         max_lease_steps=max(1, message.max_lease_steps),
         packs_texts=message.packs_texts,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),
         lora=_lora_from_proto(message),
-        copies_blocks=copies_blocks_from_proto(message.block_copies),
+        copies_blocks=_copies_blocks(message.block_copies),
     )
 
 
@@ -122,8 +134,20 @@ def _lora_from_proto(message: worker_pb2.DescribeResponse) -> LoraLimits | None:
     return LoraLimits(lora.max_loras, lora.max_rank, max(lora.max_loras, lora.max_cpu_loras))
 
 
-def copies_blocks_from_proto(value: "worker_pb2.BlockCopies.ValueType") -> bool:
-    """Returns whether a worker that answers this can copy blocks."""
+def configured_description(
+    description: WorkerDescription, answers: Sequence[worker_pb2.ConfigureReady]
+) -> WorkerDescription:
+    """Returns the description of a replica whose ranks, all configured now, answered this."""
+    starts = min(max(answer.chunk_starts, worker_pb2.CHUNK_STARTS_WHOLE) for answer in answers)
+    return replace(
+        description,
+        model=replace(description.model, weights_digest=answers[0].weights_digest),
+        copies_blocks=all(_copies_blocks(answer.block_copies) for answer in answers),
+        chunk_starts=_CHUNK_STARTS.get(starts, "whole"),
+    )
+
+
+def _copies_blocks(value: "worker_pb2.BlockCopies.ValueType") -> bool:
     return value in (worker_pb2.BLOCK_COPIES_TENSORS, worker_pb2.BLOCK_COPIES_RUNTIME)
 
 
@@ -163,6 +187,7 @@ def configure_to_proto(
         max_model_len=shapes.max_model_len,
         max_num_seqs=shapes.max_num_seqs,
         chunk=shapes.chunk,
+        prefill_buckets=shapes.chunk_sizes,
         block_size=shapes.block_size,
         decode_buckets=shapes.buckets,
         num_blocks=num_blocks,

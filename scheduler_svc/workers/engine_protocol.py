@@ -1,13 +1,12 @@
 """The interface between a replica's scheduler and the driver of its worker, for every kind of model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.errors import TriptychError
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.grammar_compiler import Answered
@@ -44,10 +43,10 @@ class WorkerLink:
     """Compiles a grammar, then calls the function with the outcome."""
     withdraw_grammar: Callable[[Grammar], None]
     """Cancels compiling a grammar; its function is then not called."""
-    load_adapter: Callable[[Adapter, Callable[[LoadedAdapter | TriptychError], None]], None]
-    """Loads a LoRA adapter on every rank, then calls the function with what the ranks say about it."""
+    load_adapter: Callable[[Adapter, int, Callable[[], Sequence[int]], LoadAnswer], None]
+    """Loads a LoRA adapter on every rank, given a new id and what returns the loads that must stay."""
     unload_adapter: Callable[[int], None]
-    """Frees a LoRA adapter, given its id, on every rank, before any later load."""
+    """Ends a load on every rank by its id, or frees what it has brought."""
     failing: Callable[[], bool]
     """Whether the worker's last step failed."""
 

@@ -13,9 +13,9 @@ from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.adapter_queue import AdapterHost
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
@@ -75,17 +75,21 @@ def shapes_for(settings: Settings, description: WorkerDescription) -> ShapeConfi
     manual = max(settings.decode_buckets) * stages if settings.decode_bucket_strategy == "manual" else None
     # A device that usually runs one sequence runs one on each stage.
     max_num_seqs = settings.max_num_seqs or manual or max(description.default_max_num_seqs, stages)
+    chunk = settings.chunk(description.default_chunk)
+    block_size = settings.block_size or description.default_block_size
     try:
         buckets = settings.buckets(stage_batch(max_num_seqs, stages))
+        chunk_sizes = settings.chunk_sizes(chunk, block_size) if description.prefill_buckets else ()
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error
     return ShapeConfig(
         max_model_len=settings.max_model_len or description.model.max_model_len,
         max_num_seqs=max_num_seqs,
-        chunk=settings.max_num_batched_tokens or description.default_chunk,
-        block_size=settings.block_size or description.default_block_size,
+        chunk=chunk,
+        block_size=block_size,
         buckets=buckets,
         stages=stages,
+        prefill_buckets=chunk_sizes,
     )
 
 
@@ -128,6 +132,8 @@ class GeneratingReplicas:
         warn_of_ignored(self._settings, Settings.groups[Group.POOLING], "generating models run in buckets")
         shapes = shapes_for(self._settings, description)
         shapes.check(description.limits, description.groups)
+        if not description.prefill_buckets:
+            warn_of_ignored(self._settings, ("prefill_buckets",), "this device runs chunks of one size")
         if shapes.max_num_seqs % shapes.stages:
             self._log.warning(
                 "slots_left_over", replica=replica_id, max_num_seqs=shapes.max_num_seqs, pipeline_stages=shapes.stages,
@@ -137,7 +143,7 @@ class GeneratingReplicas:
             request=configure_request(self._settings, shapes, copies_blocks=description.copies_blocks),
             max_model_len=shapes.max_model_len,
             facts={
-                "chunk": shapes.chunk,
+                "prefill_buckets": shapes.chunk_sizes,
                 "block_size": shapes.block_size,
                 "buckets": shapes.buckets,
                 "pipeline_stages": shapes.stages,
@@ -158,7 +164,7 @@ class GeneratingReplicas:
         self._check_same_grid(shapes, replica_id)
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
-        self._histogram.describe(served_name, shapes.buckets)
+        self._histogram.describe(served_name, shapes)
         self._engine.model = ModelLimits(
             max_model_len=shapes.max_model_len,
             vocab_size=description.model.vocab_size,
@@ -166,7 +172,7 @@ class GeneratingReplicas:
             max_logprobs=description.max_logprobs,
             eos_token_ids=description.model.eos_token_ids,
         )
-        settings = self._settings
+        settings, lora = self._settings, description.lora
         scheduler = ReplicaScheduler(
             shapes,
             self._make_cache(shapes, description, num_blocks),
@@ -180,30 +186,24 @@ class GeneratingReplicas:
             observe_batch=self._histogram.observe,
             lease_steps=min(settings.lease_steps, description.max_lease_steps),
             event_interval_s=settings.event_interval_ms * 1e-3,
-            adapter_slots=description.lora.max_loras if description.lora else 0,
+            adapters=AdapterSeats(lora.max_loras, lora.max_cpu_loras, self._clock) if lora else None,
         )
+        scheduler.stats.observe_chunk = self._histogram.observe_chunk
         registry = self._engine.adapters.registry
         registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]
 
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
-        lora = self._adapter_host(replica_id, description, link)
+        def load(adapter: Adapter, load_id: int) -> None:
+            answered = partial(self._engine.adapters.answered, replica_id, adapter, load_id)
+            link.load_adapter(adapter, load_id, lambda: scheduler.adapters.needed, answered)
+
+        loads = AdapterLoads(load, link.unload_adapter) if lora else None
         self._engine.attach(
-            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, lora)
+            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, loads)
         )
         return scheduler
-
-    def _adapter_host(
-        self, replica_id: str, description: WorkerDescription, link: WorkerLink
-    ) -> AdapterHost | None:
-        if description.lora is None:
-            return None
-
-        def load(adapter: Adapter) -> None:
-            link.load_adapter(adapter, partial(self._engine.adapters.answered, replica_id, adapter))
-
-        return AdapterHost(description.lora.max_cpu_loras, load, link.unload_adapter)
 
     def _make_cache(
         self, shapes: ShapeConfig, description: WorkerDescription, num_blocks: tuple[int, ...]
@@ -219,6 +219,7 @@ class GeneratingReplicas:
                 sub_block=settings.sub_block_cache,
                 cache_generated=settings.cache_generated_tokens,
                 copies_blocks=description.copies_blocks,
+                chunk_starts=description.chunk_starts,
             ),
             keep=_KEEP_POLICIES[settings.keep_windows](),
             # Higher than every sequence number that an earlier life of this replica can have used.

@@ -115,8 +115,8 @@ class StepBudgets:
 def _graph_of(work: Work | None) -> Hashable:
     """Returns the graph that the work runs."""
     match work:
-        case Prefill(sample=sample):
-            return "prefill", sample
+        case Prefill(sample=sample, bucket=bucket):
+            return "prefill", bucket, sample
         case Decode(bucket=bucket):
             return "decode", bucket
         case Pool(shape=shape):

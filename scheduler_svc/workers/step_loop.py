@@ -10,6 +10,7 @@ import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
 from protos.errors import InvalidArgument, Unavailable
+from protos.limits import LONG_PROMPT
 from protos.step_messages import plan_to_proto, result_from_proto
 from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
@@ -195,15 +196,19 @@ class StepLoop:
         await self._write(call, plan)
 
     async def _write(self, call: "_Call", plan: StepPlan) -> None:
+        if any(len(new.token_ids) > LONG_PROMPT for new in plan.admit):
+            message = await asyncio.to_thread(plan_to_proto, plan)
+        else:
+            message = plan_to_proto(plan)
         # A write fails if the call has ended; reading from it gives the reason.
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            await call.write(plan_to_proto(plan))
+            await call.write(message)
 
     async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for the next result and delivers it."""
-        plan, usual = self._sent[0]
-        # A worker may launch the next plan before it answers this one. The time runs from the answer to the plan
-        # before: from then on, this one waits for no other, also on a pipeline.
+        _, usual = self._sent[0]
+        # A worker may launch the next plan before it answers this one. The time runs from the answer to the
+        # plan before: from then on, this one waits for no other, also on a pipeline.
         self._deadline.set(max(other.budget_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()

@@ -115,11 +115,10 @@ def step_in_process(worker: "Worker", lengths: Sequence[int], steps: int) -> flo
         first_block += num_blocks
         admission = Admission(slot, (7,) * length, length - 1, sampling_params(temperature=0.0), {0: blocks})
         worker.execute(StepPlan(slot + 1, admit=[admission], work=Prefill(slot, length - 1, 1, sample=True)))
-    work = Decode(range(batch), lengths, batch)
+    work = Decode(range(batch), batch)
     started = time.perf_counter()
     for _ in range(steps):
         worker.execute(StepPlan(batch + 1, work=work))
-        work = work.next()
     seconds = time.perf_counter() - started
     worker.execute(StepPlan(batch + 2, release=range(batch)))
     return seconds / steps

@@ -8,7 +8,7 @@ from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.steps import kind_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from worker_svc.devices.base import BlockCopies
+from worker_svc.devices.base import BlockCopies, ChunkStarts
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
@@ -16,7 +16,7 @@ from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, 
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
-# Each leased step sends a result, and the scheduler may be slow to read them.
+# A scheduler that is lost leaves work behind, and may be slow to read its results.
 _MAX_LEASE = 1000
 
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
@@ -29,6 +29,11 @@ _BLOCK_COPIES: dict[BlockCopies, worker_pb2.BlockCopies.ValueType] = {
     "none": worker_pb2.BLOCK_COPIES_NONE,
     "tensors": worker_pb2.BLOCK_COPIES_TENSORS,
     "runtime": worker_pb2.BLOCK_COPIES_RUNTIME,
+}
+_CHUNK_STARTS: dict[ChunkStarts, worker_pb2.ChunkStarts.ValueType] = {
+    "whole": worker_pb2.CHUNK_STARTS_WHOLE,
+    "anywhere": worker_pb2.CHUNK_STARTS_ANYWHERE,
+    "exact": worker_pb2.CHUNK_STARTS_EXACT,
 }
 
 _TASKS: "dict[PoolingTask, common_pb2.PoolTask.ValueType]" = {
@@ -82,8 +87,8 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         sampling_fields=_sampling_fields(worker),
         max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
-        plans_ahead=not pooling,
         packs_texts=worker.packs_texts,
+        prefill_buckets=not pooling,
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
@@ -145,6 +150,7 @@ def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> ShapeConfig | Poo
         decode_buckets=tuple(request.decode_buckets),
         num_blocks=tuple(request.num_blocks),
         windows_kept_per_slot=request.windows_kept_per_slot,
+        prefill_buckets=tuple(request.prefill_buckets),
     )
 
 
@@ -168,7 +174,10 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
                 weights_digest=ready.weights_digest,
             )
         )
-    prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=shapes.chunk)
+    prefill = [
+        common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=bucket)
+        for bucket in shapes.chunk_sizes
+    ]
     decode = [
         common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
         for bucket in shapes.decode_buckets
@@ -177,10 +186,11 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
         ready=worker_pb2.ConfigureReady(
             num_blocks=shapes.num_blocks,
             bytes_per_block=ready.bytes_per_block,
-            graphs=[prefill, *decode],
+            graphs=[*prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),
             first_step_timeout_s=first_step_timeout_s,
             weights_digest=ready.weights_digest,
             block_copies=_BLOCK_COPIES[ready.block_copies],
+            chunk_starts=_CHUNK_STARTS[ready.chunk_starts],
         )
     )

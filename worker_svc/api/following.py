@@ -23,9 +23,6 @@ class Following:
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
-        self._ran = asyncio.Event()
-        # Calls of `unloaded` that wait; without one, no announcement wakes the event loop.
-        self._num_waiting = 0
         self.step_limit_s = step_limit_s
         """How long a step may take before the process counts as hung, seconds; 0 for any time."""
         threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
@@ -37,30 +34,6 @@ class Following:
             if self._follower.may_begin:
                 return
             await self._begun.wait()
-
-    async def unloaded(self, adapter_id: int) -> None:
-        """Waits for one announcement that unloads the adapter, for each call another one.
-
-        If the call is cancelled, the announcement that it waited for is left to no other call.
-
-        Raises:
-            Unavailable: if a scheduler configures the worker meanwhile.
-        """
-        self._num_waiting += 1
-        generation = self._follower.await_unload(adapter_id)
-        try:
-            while not self._follower.take_unload(adapter_id, generation):
-                await self._ran.wait()
-                self._ran.clear()
-        except asyncio.CancelledError:
-            self._follower.forgo_unload(adapter_id, generation)
-            raise
-        finally:
-            self._num_waiting -= 1
-
-    def configured(self) -> None:
-        """Ends the calls of `unloaded` that began before a configuration."""
-        self._ran.set()
 
     def _run(self) -> None:
         while True:
@@ -78,8 +51,6 @@ class Following:
             return
         if rest is not None:
             self._thread.defer(rest)
-        if self._num_waiting:
-            self._loop.call_soon_threadsafe(self._ran.set)
         if self._follower.may_begin:
             self._loop.call_soon_threadsafe(self._may_begin)
 

@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from protos.errors import Internal
 from protos.service.logs import get_logger
 from protos.service.tracing import Attributes, Tracer
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Decode, Pool, Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
-from worker_svc.api.leases import Launcher, PlanRunner
 from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.plan_runner import Launcher, PlanRunner
 from worker_svc.api.watchdog import STEP, FailedSteps
 
 
@@ -45,12 +44,15 @@ class StepTraces:
         """Starts without requests."""
         self._tracer = tracer
         self._slots: dict[int, _Traced] = {}
+        # The last plan that was applied.
+        self._applied = -1
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """Notes a result, just after the step has ended."""
-        if result.lease_index == 0:
+        """Notes a result, just after its steps have ended."""
+        if plan.step != self._applied:
+            self._applied = plan.step
             self._apply(plan)
-        if self._slots and plan.work is not None and not result.void:
+        if self._slots and result.num_steps:
             self._note_work(plan, result)
 
     def close(self) -> None:
@@ -78,10 +80,11 @@ class StepTraces:
                 for slot in slots:
                     self._write(slot, "pool_step", start_ns, end_ns, {"triptych.shape": str(shape)})
             case Decode(slots):
-                for slot in self._slots.keys() & set(slots):
+                ran = [output.slot for output in result.outputs] or slots
+                for slot in self._slots.keys() & set(ran):
                     traced = self._slots[slot]
                     traced.begun_ns = traced.begun_ns or start_ns
-                    traced.num_steps, traced.ended_ns = traced.num_steps + 1, end_ns
+                    traced.num_steps, traced.ended_ns = traced.num_steps + result.num_steps, end_ns
                     traced.busy_us += result.execute_us
 
     def _write(self, slot: int, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
@@ -101,9 +104,6 @@ class StepTraces:
 
 # Time between two reports.
 _REPORT_S: Final = 1.0
-
-MOST_VOID: Final = 256
-"""Void plans in a row that a stream may have. A scheduler starts over long before."""
 
 
 class Reporter(Launcher, Protocol):
@@ -136,8 +136,8 @@ class PlanStream:
         self._loop = asyncio.get_running_loop()
         self._results: asyncio.Queue[worker_pb2.StepResult | None] = asyncio.Queue()
         self._unanswered = 0
-        # The latest plan that does not continue another.
-        self._latest = -1
+        # The latest plan that interrupts those before.
+        self._interrupting = -1
         self._ended = self._closed = False
         # Counters of reports begin with the stream.
         self._worker = worker
@@ -147,7 +147,6 @@ class PlanStream:
         self._next_report_s = 0.0
         # What made a plan end without a result, a fault in this program, or the stream end.
         self._error: BaseException | None = None
-        self._num_void = 0
         self._runner = PlanRunner(worker, self, thread, hand_over=self._hand_over)
         self._reading = asyncio.ensure_future(self._read())
 
@@ -172,9 +171,9 @@ class PlanStream:
         if self._traces is not None:
             self._traces.close()
 
-    def is_superseded(self, step: int) -> bool:
-        """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
-        return self._ended or self._latest > step
+    def is_interrupted(self, step: int) -> bool:
+        """Whether a plan has arrived that interrupts plan `step`, or the stream has ended."""
+        return self._ended or self._interrupting > step
 
     async def _read(self) -> None:
         try:
@@ -195,9 +194,9 @@ class PlanStream:
         self._unanswered += 1
         running = self._thread.submit(lambda: self._run(plan), what=STEP, limit_s=self._step_limit_s)
         running.add_done_callback(self._ran)
-        # Only now: a plan that ends a lease must come.
-        if not plan.continues:
-            self._latest = plan.step
+        # Only now: where work ends early, the plan that interrupts it must come.
+        if plan.interrupts:
+            self._interrupting = plan.step
 
     def _run(self, plan: StepPlan) -> None:
         """Runs a plan, unless nothing reads its results any more. Runs on the model thread."""
@@ -222,27 +221,13 @@ class PlanStream:
 
     def _note(self, plan: StepPlan, result: StepResult) -> None:
         # Counted first, so that the count is up to date when the scheduler reads the result.
-        self._failed_steps.note(plan, result)
-        self._count_void(plan, result)
+        self._failed_steps.note(result)
         if self._traces is not None:
             self._traces.note(plan, result)
         if plan.work is not None and (now_s := time.monotonic()) >= self._next_report_s:
             self._next_report_s = now_s + _REPORT_S
             result = replace(result, report=self._report())
         self._results.put_nowait(result_to_proto(plan, result))
-
-    def _count_void(self, plan: StepPlan, result: StepResult) -> None:
-        """Ends a stream whose plans are all void: its scheduler builds on plans that never ran."""
-        if result.void:
-            self._num_void += 1
-        elif plan.work is not None:
-            self._num_void = 0
-        if self._num_void == MOST_VOID:
-            get_logger().error("no_progress", reason="void", plans=MOST_VOID, step=plan.step)
-            self._error = Internal(
-                f"{MOST_VOID} plans in a row were void, each because the one before was; the stream ends"
-            )
-            self._results.put_nowait(None)
 
     def _count(self) -> WorkerReport | None:
         """Returns what the worker has counted; None if that fails. Steps go on without reports then."""
@@ -262,4 +247,5 @@ class PlanStream:
             grammar_us=report.grammar_us - before.grammar_us,
             free_memory_bytes=report.free_memory_bytes,
             process_memory_bytes=report.process_memory_bytes,
+            adapter_placements=report.adapter_placements - before.adapter_placements,
         )

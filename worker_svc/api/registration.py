@@ -23,7 +23,7 @@ _LONGEST_DELAY_S = 5.0
 # A registration that ends sooner counts as failed, even if the worker served for a moment.
 _LASTING_S = 1.0
 
-# The running plan ends meanwhile: a lease of decode steps at most. Supervisors kill a process after 10 s.
+# The running step ends meanwhile. Supervisors kill a process after 10 s.
 _LEAVE_TIMEOUT_S = 5.0
 
 _ALONE = RankLayout()

@@ -22,14 +22,14 @@ from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from worker_svc.api import convert
 from worker_svc.api.following import Following
-from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.plan_runner import as_triptych_error, elapsed_us
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.lora.checkpoint import is_named_like
-from worker_svc.lora.store import AdapterStore, HostAdapter
+from worker_svc.lora.store import HostAdapter
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes import PoolShapeConfig, ShapeConfig
@@ -189,8 +189,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             while (event := await events.get()) is not None:
                 yield event
             following = self._follow()
-            if following is not None:
-                following.configured()
             try:
                 ready = configuring.result()
             except _NotBegunError:
@@ -291,9 +289,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.LoadAdapterResponse:
         """Reads an adapter on a thread of its own, while steps run."""
         await asyncio.shield(self._prepared)
+        adapter_id = request.adapter_id
         try:
+            # Between steps, because all ranks forget an adapter at the same place among their plans.
+            displaced = await self._thread.submit(
+                lambda: self._worker.reserve_adapter(adapter_id, request.needed_ids),
+                what="making room for an adapter", limit_s=self._step_limit_s,
+            )  # fmt: skip
+            assert self._worker.adapters is not None
             load = partial(
-                self._adapters().load, request.adapter_id, request.name, request.source, request.revision
+                self._worker.adapters.load, adapter_id, request.name, request.source, request.revision
             )
             loaded = await self._adapter_threads.run(request.name, request.source, load)
         except Exception as error:  # noqa: BLE001 - any error fails this adapter only
@@ -303,7 +308,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 context, as_triptych_error(error, f"loading adapter {request.name} failed"), to_service=True
             )
         self._log.info(
-            "adapter_loaded", adapter=request.name, adapter_id=request.adapter_id, rank=loaded.rank,
+            "adapter_loaded", adapter=request.name, adapter_id=adapter_id, rank=loaded.rank,
             bytes=loaded.num_bytes, revision=loaded.revision,
         )  # fmt: skip
         if self._worker.layout.leads:
@@ -313,6 +318,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             digest=loaded.digest,
             memory_bytes=loaded.num_bytes,
             revision=loaded.revision,
+            displaced_ids=displaced,
         )
 
     def _warn_of_base(self, adapter: HostAdapter) -> None:
@@ -330,31 +336,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
     ) -> worker_pb2.UnloadAdapterResponse:
-        """Frees an adapter's memory on the host; on several ranks, behind the plans before on each."""
+        """Frees an adapter's memory on the host; on several ranks, after the plans before on each."""
         await asyncio.shield(self._prepared)
-        adapter_id = request.adapter_id
-        try:
-            adapters = self._adapters()
-            if self._following is not None:
-                # Rank 0 gets the same call and announces it, whether this rank has the adapter or not.
-                await self._following.unloaded(adapter_id)
-            elif self._worker.layout.world_size > 1:
-                await self._thread.submit(
-                    lambda: self._worker.unload_adapter(adapter_id),
-                    what="unloading an adapter", limit_s=self._step_limit_s,
-                )  # fmt: skip
-            else:
-                adapters.unload(adapter_id)
-        except TriptychError as error:
-            await abort(context, error)
+        if not self._worker.layout.leads:
+            await abort(context, Unsupported(f"this is {self._worker.layout}; rank 0 unloads adapters"))
+        await self._thread.submit(
+            lambda: self._worker.unload_adapter(request.adapter_id),
+            what="unloading an adapter", limit_s=self._step_limit_s,
+        )  # fmt: skip
         return worker_pb2.UnloadAdapterResponse()
-
-    def _adapters(self) -> AdapterStore:
-        """Raises Unsupported if the worker takes no adapters."""
-        adapters = self._worker.adapters
-        if adapters is None:
-            raise Unsupported("this worker serves no LoRA adapters; start it with --enable-lora")
-        return adapters
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 
 from protos.service.logs import get_logger
-from protos.steps import StepPlan, StepResult
+from protos.steps import StepResult
 from protos.triptych.v1 import common_pb2
 from worker_svc.api.model_thread import MODEL_THREAD, WAITING_THREAD, ModelThread, Running
 
@@ -48,7 +48,7 @@ class FailedSteps:
         self._on_limit = on_limit
         self._count = 0
 
-    def note(self, plan: StepPlan, result: StepResult) -> None:
+    def note(self, result: StepResult) -> None:
         """Counts a step's result. Call it on one thread."""
         if result.error is not None and result.error.code in _OF_A_REQUEST:
             return  # the device is not at fault
@@ -61,7 +61,7 @@ class FailedSteps:
                         " the worker ends, so that its supervisor starts another (--max-failed-steps)"
                     )
                 )
-        elif plan.work is not None and not result.void:
+        elif result.num_steps:
             # A plan that only releases slots does not touch the device and proves nothing.
             self._count = 0
 

@@ -24,6 +24,8 @@ from worker_svc.shapes import KvGroup
 
 BlockCopies = Literal["none", "tensors", "runtime"]
 """How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""
+ChunkStarts = Literal["whole", "anywhere", "exact"]
+"""Where chunks may begin: at multiples of their size, anywhere, or anywhere with the same bits."""
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
 """Activation of an expert's gate; NPU kernels use the same names. For swigluoai see `gated`."""
 EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -259,6 +261,10 @@ class Device(abc.ABC):
         `result` has the tensors to write, or is `None` if the operator writes its arguments.
         """
         return None
+
+    def is_exact(self, operator: str, kernel: Callable[..., Any]) -> bool:  # noqa: ARG002 - optional
+        """Whether a kernel of a graph computes each token with the same bits in any chunk and decode step."""
+        return False
 
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]

@@ -1,12 +1,12 @@
 """The persistent batch: the state of every slot, as tensors on the device."""
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from protos.errors import Internal
-from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
+from protos.steps import Admission, Decode, GroupKind, Growth, Prefill, Work
 from protos.validation import check_token_ids
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import takes_page_locked, upload
@@ -108,6 +108,7 @@ class Batch:
         self._num_computed = [0] * rows
         self._adapter_slots = [NO_ADAPTER] * rows
         self._num_table_blocks = [[0] * rows for _ in groups]
+        self._room = [0] * rows
 
     def release(self, slot: int) -> None:
         """Frees a slot and points its tables to the null block. Releasing a free slot does nothing."""
@@ -123,8 +124,8 @@ class Batch:
         for table in self._tables:
             table[slot] = NULL_BLOCK
 
-    def admit(self, request: Admission) -> None:
-        """Puts a request into its slot. Changes nothing if it raises.
+    def admit(self, request: Admission, adapter_slot: int = NO_ADAPTER) -> None:
+        """Puts a request into its slot, with its LoRA adapter's slot. Changes nothing if it raises.
 
         The device's tensors get it with the next `copy_admitted`, which steps and `grow` need.
 
@@ -150,19 +151,19 @@ class Batch:
         check_token_ids(request.sampling, self.sampling.vocabulary.size)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
-        adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot
-        self._adapter_slots[slot] = adapter
+        self._adapter_slots[slot] = adapter_slot
         try:
             stage = self._admitted.add
             stage(slot, _TOKENS, slot * self._tokens.shape[1], request.token_ids)
             stage(slot, _COMPUTED, slot, (request.num_computed_tokens,))
-            stage(slot, _ADAPTERS, slot, (adapter,))
+            stage(slot, _ADAPTERS, slot, (adapter_slot,))
             parameters = self.sampling.set(request)
             stage(slot, _PARAMETERS, slot * len(parameters), parameters)
             for grant in grants:
                 counts, width = self._num_table_blocks[grant.group_id], self._tables[grant.group_id].shape[1]
                 stage(slot, _TABLES + grant.group_id, slot * width, grant.block_ids)
                 counts[slot] = len(grant.block_ids)
+            self._measure_room(slot)
         except BaseException:
             self.release(slot)
             raise
@@ -170,10 +171,6 @@ class Batch:
     def copy_admitted(self) -> None:
         """Copies all requests admitted since the last call to the device, in one transfer."""
         self._admitted.copy()
-
-    def is_free(self, slot: int) -> bool:
-        """Whether a slot exists and has no request."""
-        return 0 <= slot < self._shapes.max_num_seqs and self._num_known[slot] < 0
 
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table. Changes nothing if it raises.
@@ -185,50 +182,45 @@ class Batch:
         self._check_grant(growth, self._num_computed[growth.slot])
         self._append(growth)
 
-    def check(self, work: Prefill | Decode) -> None:
-        """Refuses work that contradicts the state of its slots, for all steps of a lease.
+    def ready(self, work: Work) -> Prefill | Decode | None:
+        """Returns what of the work can run: a decode step skips slots with several known tokens to compute.
 
         Raises:
-            Internal: naming the first slot that does not match.
+            Internal: naming the first slot whose state contradicts the work.
         """
         if isinstance(work, Prefill):
-            slot, end = work.slot, work.start + work.num_tokens
-            self._check_known(slot)
-            known, computed = self._num_known[slot], self._num_computed[slot]
-            if (
-                work.start != computed
-                or not work.start < end <= known
-                or work.num_tokens > self._shapes.chunk
-            ):
-                raise Internal(
-                    f"the plan prefills tokens {work.start} to {end} of slot {slot},"
-                    f" which has {computed} of {known} computed"
-                )
-            if work.sample != (end == known):
-                raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
-            self._check_blocks(slot, end)
-            return
+            self._check_chunk(work)
+            return work
+        if not isinstance(work, Decode):
+            raise Internal("the plan pools prompts, but this model generates tokens")
         if work.bucket not in self._shapes.decode_buckets or len(work.slots) > work.bucket:
             raise Internal(f"the plan decodes {len(work.slots)} slots in a bucket of {work.bucket}")
-        if len(work.slots) != len(work.positions) or len(set(work.slots)) != len(work.slots):
-            raise Internal("the plan's slots and positions do not match")
-        for slot, position in zip(work.slots, work.positions, strict=True):
+        if len(set(work.slots)) != len(work.slots):
+            raise Internal("the plan names a slot twice")
+        rows = []
+        for slot in work.slots:
             self._check_known(slot)
-            known, computed = self._num_known[slot], self._num_computed[slot]
-            if position != computed or known != computed + 1:
-                raise Internal(
-                    f"the plan decodes slot {slot} at position {position},"
-                    f" which has {computed} of {known} computed"
-                )
-            self._check_blocks(slot, known + work.lease - 1)
+            known = self._num_known[slot]
+            if known == self._num_computed[slot] + 1:
+                self._check_room(slot, known + work.steps - 1)
+                rows.append(slot)
+        if len(rows) == len(work.slots):
+            return work
+        return replace(work, slots=rows) if rows else None
 
-    def prefill_inputs(self, work: Prefill | None) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the static-shaped tensors of a prefill step; `None` makes a step of padding only.
+    def bucket_of(self, work: Prefill) -> int:
+        """Returns the tokens of a chunk's graph."""
+        return work.bucket or self._shapes.chunk
+
+    def prefill_inputs(
+        self, chunk: int, work: Prefill | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
+        """Returns the static-shaped tensors of a prefill step of `chunk` tokens, all padding without work.
 
         Returns:
             Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
         """
-        chunk, block_size = self._shapes.chunk, self._shapes.block_size
+        block_size = self._shapes.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
         tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
         positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
@@ -253,18 +245,14 @@ class Batch:
         """Whether a LoRA adapter belongs to one of these slots."""
         return any(self._adapter_slots[slot] != NO_ADAPTER for slot in slots)
 
-    def uses_adapter(self, adapter_slot: int) -> bool:
-        """Whether an admitted request has the adapter in this adapter slot."""
-        return adapter_slot in self._adapter_slots
-
     def adapters_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the adapter slots of rows [bucket], int32 [bucket]; `NO_ADAPTER` for the base model."""
         return self._adapters[rows]
 
-    def chunk_adapters(self, work: Prefill | None) -> torch.Tensor:
+    def chunk_adapters(self, chunk: int, work: Prefill | None) -> torch.Tensor:
         """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
         adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
-        return torch.full((self._shapes.chunk,), adapter, dtype=torch.int32, device=self._device)
+        return torch.full((chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the tensors of a decode step.
@@ -372,14 +360,34 @@ class Batch:
         blocks = upload(list(growth.block_ids), self._device, torch.int32)
         self._tables[growth.group_id][growth.slot, start:end] = blocks
         counts[growth.slot] = end
+        self._measure_room(growth.slot)
 
-    def _check_blocks(self, slot: int, num_tokens: int) -> None:
-        if num_tokens > self._shapes.max_model_len:
-            raise Internal(f"the plan takes slot {slot} beyond {self._shapes.max_model_len} tokens")
+    def _check_chunk(self, work: Prefill) -> None:
+        slot, end = work.slot, work.start + work.num_tokens
+        self._check_known(slot)
+        known, computed = self._num_known[slot], self._num_computed[slot]
+        if (bucket := self.bucket_of(work)) not in (buckets := self._shapes.chunk_sizes):
+            raise Internal(f"the plan prefills in a bucket of {bucket}; the worker has {buckets}")
+        if work.start != computed or not work.start < end <= known or work.num_tokens > bucket:
+            raise Internal(
+                f"the plan prefills tokens {work.start} to {end} of slot {slot},"
+                f" which has {computed} of {known} computed"
+            )
+        if work.sample != (end == known):
+            raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
+        self._check_room(slot, end)
+
+    def _check_room(self, slot: int, num_tokens: int) -> None:
+        if num_tokens > self._room[slot]:
+            raise Internal(
+                f"slot {slot} has blocks for {self._room[slot]} tokens, too few for {num_tokens} tokens"
+            )
+
+    def _measure_room(self, slot: int) -> None:
+        """Notes how many tokens fit into a slot's blocks."""
+        room = self._shapes.max_model_len
         for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
-            in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds the whole window
-            if (1 if in_place else math.ceil(num_tokens / self._shapes.block_size)) > counts[slot]:
-                raise Internal(
-                    f"slot {slot} has {counts[slot]} blocks of group {group.group_id},"
-                    f" too few for {num_tokens} tokens"
-                )
+            # One block in place holds the whole window.
+            if group.kind is not GroupKind.IN_PLACE_WINDOW or not counts[slot]:
+                room = min(room, counts[slot] * self._shapes.block_size)
+        self._room[slot] = room

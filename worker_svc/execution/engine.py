@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.steps import StepPlan, StepResult
-from worker_svc.devices.base import Device
+from worker_svc.devices.base import ChunkStarts, Device
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.execution.runner import Runner
 from worker_svc.execution.stage import Model
@@ -54,6 +54,11 @@ class Engine(abc.ABC, Generic[S, R]):
     def bytes_per_block(self) -> tuple[int, ...]:
         """Bytes of one block of each KV group, over all of its layers; empty without a KV cache."""
         return ()
+
+    @property
+    def chunk_starts(self) -> ChunkStarts:
+        """Where chunks of prompts may begin; without meaning for a pooling model."""
+        return "whole"
 
     @property
     def num_compiled(self) -> int:
@@ -111,12 +116,8 @@ class Engine(abc.ABC, Generic[S, R]):
         if runner.graphs.checked:
             known.write(runner.graphs.checked)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device.
-
-        Args:
-            plan: the plan; for a further step of a lease, its next position and nothing else.
-            leased: whether this is a further step of a lease, which was checked with its first step.
 
         Raises:
             PlanRefused: if the plan contradicts earlier plans.
@@ -124,7 +125,7 @@ class Engine(abc.ABC, Generic[S, R]):
         """
         if self._runner is None:
             raise Internal("the worker is not configured")
-        return self._runner.launch(plan, leased=leased)
+        return self._runner.launch(plan)
 
     def reset(self) -> None:
         """Frees every slot."""
@@ -174,6 +175,13 @@ class GenerationEngine(Engine[ShapeConfig, Runner]):
     def bytes_per_block(self) -> tuple[int, ...]:
         """Bytes of one block of each KV group, over all of its layers."""
         return () if self._runner is None else self._runner.cache.bytes_per_block
+
+    @property
+    def chunk_starts(self) -> ChunkStarts:
+        """Where chunks may begin: exact if all graphs are."""
+        if self._runner is not None and self._runner.is_exact:
+            return "exact"
+        return "anywhere" if self._device.chunks_start_anywhere else "whole"
 
     def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
         """Returns the shapes with one number of blocks for each KV group, or none."""

@@ -1,30 +1,33 @@
 """Keeps the ranks of a replica on the same steps.
 
 Rank 0 leads: before it launches a step, it announces that step to the other ranks. They launch exactly what
-is announced, in that order, so no rank can run a step more than another, whatever ends a lease and whenever
-its plan arrives. The ranks of the last stage choose the same tokens by themselves, because sampling is a
-function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the result of the
-step, and an announcement says how many results a rank must have applied before it launches the step.
+is announced, in that order, so no rank can run a step more than another, whatever ends a plan's work and
+whenever the next plan arrives. The ranks of the last stage choose the same tokens by themselves, because
+sampling is a function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the
+result of the step, and an announcement says how many results a rank must have applied before it launches the
+step: a decode step waits for the earlier steps of its rows, so all ranks know the same of them.
 
 Each configuration is announced as well, when rank 0 begins it. Another rank begins its next one only after
 that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
 it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
-For the same reason rank 0 announces which LoRA adapter leaves the host: it may have answered the plan that
-places the adapter before another rank has run that plan.
+For the same reason rank 0 announces which LoRA adapter leaves the host: it may have run a plan that admits a
+request of the adapter before another rank has.
 
 A step that fails on one rank alone would leave the others waiting in a collective. A plan that contradicts
 earlier plans is refused alike on all ranks, since all have the same state and the same plans; any other
 exception ends the process.
 """
 
+import contextlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from protos.errors import Internal, Unavailable
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
-from protos.steps import Decode, SlotOutput, StepPlan, StepResult
+from protos.steps import Decode, SlotOutput, StepPlan, StepResult, Work, slots_of
 from protos.triptych.v1 import worker_pb2
 from worker_svc.devices.base import Device
 from worker_svc.graphs.compilation import graph_options
@@ -57,7 +60,7 @@ def rank_facts(settings: Settings, device: Device, dtype: str) -> dict[str, str]
     }
 
 
-_PLAN, _NEXT, _RESET, _BEGIN, _UNLOAD = b"p", b"n", b"r", b"c", b"u"
+_PLAN, _RESET, _BEGIN, _UNLOAD = b"p", b"r", b"c", b"u"
 _COUNT_BYTES, _ID_BYTES = 4, 8
 
 
@@ -72,7 +75,7 @@ GiveUp = Callable[[str], None]
 class Steps(Protocol):
     """What runs the steps of one rank: `execution.engine.GenerationEngine`."""
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device."""
         ...
 
@@ -97,12 +100,29 @@ class _Results:
             self._changed.notify()
         return result
 
-    def take(self, count: int | None = None) -> list[StepResult]:
-        """Returns the oldest results: all that are here, or `count`, waiting for them."""
+    def take(self, count: int, *, more: bool = False) -> list[StepResult]:
+        """Returns the `count` oldest results, waiting for them, or also all `more` that are here."""
         with self._changed:
-            if count is not None:
-                self._changed.wait_for(lambda: len(self._arrived) >= count)
-            return [self._arrived.popleft() for _ in range(len(self._arrived) if count is None else count)]
+            self._changed.wait_for(lambda: len(self._arrived) >= count)
+            return [self._arrived.popleft() for _ in range(len(self._arrived) if more else count)]
+
+
+class _Together:
+    """Ends the process if a block raises: other ranks may wait for this one."""
+
+    def __init__(self, group: RankGroup, give_up: GiveUp) -> None:
+        self._group = group
+        self._give_up = give_up
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # All ranks refuse a plan alike.
+        if isinstance(error, Exception) and not isinstance(error, PlanRefused):
+            lines = str(error).strip().splitlines()
+            reason = lines[0] if lines else type(error).__name__
+            self._give_up(f"rank {self._group.layout.rank} cannot go on with its group ({reason})")
 
 
 class Leader:
@@ -112,78 +132,64 @@ class Leader:
         """Leads `group`; `give_up` is called if a step breaks it."""
         self._engine = engine
         self._group = group
-        self._give_up = give_up
+        self._together = _Together(group, give_up)
         self._results = _Results()
-        # Results that were not applied yet, arrived or not.
-        self._unapplied = 0
+        # The slots of each step whose result was not applied yet, arrived or not.
+        self._unapplied: deque[Sequence[int]] = deque()
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Announces a step and launches it; see `Engine.launch`.
 
-        Raises:
-            Internal: also if the plan leases steps to a pipeline, whose first stage does not know the tokens
-                that a further step needs.
+        A decode step of a pipeline first waits for the results of its rows' steps under way, which another
+        thread must be reading.
         """
-        if self._group.layout.pipeline > 1 and isinstance(plan.work, Decode) and plan.work.lease > 1:
-            raise Internal("the plan leases steps to a pipeline, which takes plans of one step")
-        try:
-            if leased:
-                self._announce(_NEXT, self._results.take())
-            else:
-                self._announce(_PLAN, self._results.take(), plan_to_proto(plan).SerializeToString())
-            launched = self._engine.launch(plan, leased=leased)
-        except PlanRefused:
-            raise
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
-        if self._group.layout.is_last_stage or not launched.has_work:
+        with self._together:
+            self._announce(_PLAN, plan_to_proto(plan).SerializeToString(), self._num_needed(plan.work))
+            launched = self._engine.launch(plan)
+        if self._group.layout.is_last_stage or launched.work is None:
             return launched
-        self._unapplied += 1
-        return PendingStep(read_result=self._wait_for_result, runs_ahead=True)
+        self._unapplied.append(slots_of(launched.work))
+        return replace(launched, read_result=self._wait_for_result, runs_ahead=True)
 
-    def _announce(self, kind: bytes, results: Sequence[StepResult], message: bytes = b"") -> None:
+    def _num_needed(self, work: Work | None) -> int:
+        """Returns how many results must be applied before work whose rows may have steps under way."""
+        if not isinstance(work, Decode):
+            return 0
+        rows = set(work.slots)
+        counts = (count for count, slots in enumerate(self._unapplied, 1) if not rows.isdisjoint(slots))
+        return max(counts, default=0)
+
+    def _announce(self, kind: bytes, message: bytes = b"", num_needed: int = 0) -> None:
         """Tells the other ranks what comes next, and applies the results that all ranks apply before it."""
+        results = self._results.take(num_needed, more=True)
         self._group.plans.send(kind + len(results).to_bytes(_COUNT_BYTES, "little") + message)
         for result in results:
             self._engine.apply(result)
-        self._unapplied -= len(results)
+            self._unapplied.popleft()
 
     def _wait_for_result(self) -> StepResult:
         """Returns the next result; the chooser sends them in the order of the steps."""
-        try:
+        with self._together:
             return self._results.add(self._group.results.receive())
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def reset(self) -> None:
         """Frees every slot, on all ranks."""
-        try:
-            self._announce(_RESET, self._results.take())
+        with self._together:
+            self._announce(_RESET)
             self._engine.reset()
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def unload(self, adapter_id: int) -> None:
         """Announces that an adapter leaves the host; the other ranks free it behind the plans before."""
-        try:
-            self._announce(_UNLOAD, self._results.take(), adapter_id.to_bytes(_ID_BYTES, "little"))
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
+        with self._together:
+            self._announce(_UNLOAD, adapter_id.to_bytes(_ID_BYTES, "little"))
 
     def begin(self) -> None:
         """Announces a new configuration; the other ranks drop the one that they have.
 
         Waits for the results of all steps before.
         """
-        try:
-            self._announce(_BEGIN, self._results.take(self._unapplied))
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
+        with self._together:
+            self._announce(_BEGIN, num_needed=len(self._unapplied))
 
 
 class Follower:
@@ -198,18 +204,12 @@ class Follower:
         self._engine = engine
         self._group = group
         self._give_up = give_up
+        self._together = _Together(group, give_up)
         self._release = release
         self._results = _Results()
         self.num_begun = 0
         """Configurations that rank 0 has begun."""
         self._num_own = 0
-        # By adapter: unloads that were announced, less the calls that took one or ended without one; and the
-        # calls that wait for one. Two threads use them.
-        self._unloads: Counter[int] = Counter()
-        self._unload_calls: Counter[int] = Counter()
-        self._unload_generation = 0
-        self._unloads_lock = threading.Lock()
-        self._plan = StepPlan(0)
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
         if not layout.is_last_stage:
@@ -237,11 +237,8 @@ class Follower:
 
     def wait(self) -> bytes:
         """Waits for the next announcement. Call it on a thread of its own."""
-        try:
+        with self._together:
             return self._group.plans.receive()
-        except RuntimeError as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def run(self, announcement: bytes) -> Callable[[], None] | None:
         """Launches an announced step.
@@ -250,113 +247,44 @@ class Follower:
             What is left to do once the step's tokens are known, if anything: another thread may do it.
         """
         kind, count = announcement[:1], int.from_bytes(announcement[1 : 1 + _COUNT_BYTES], "little")
-        try:
+        message = announcement[1 + _COUNT_BYTES :]
+        with self._together:
             # The last stage has its tokens already.
             for result in self._results.take(0 if self._group.layout.is_last_stage else count):
                 self._engine.apply(result)
+            if kind == _PLAN:
+                return self._launch(plan_from_proto(worker_pb2.StepPlan.FromString(message)))
             if kind == _RESET:
                 self._engine.reset()
-                return None
-            if kind == _BEGIN:
+            elif kind == _BEGIN:
                 self._release()
                 self.num_begun += 1
-                return None
-            message = announcement[1 + _COUNT_BYTES :]
-            if kind == _UNLOAD:
-                self._unload_adapter(int.from_bytes(message, "little"))
-                return None
-            launched = self._launch(kind, message)
+            else:
+                self._unload(int.from_bytes(message, "little"))
+        return None
+
+    def _launch(self, plan: StepPlan) -> Callable[[], None] | None:
+        try:
+            launched = self._engine.launch(plan)
         except PlanRefused:
             return None  # on all ranks
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
-        if not self._reports or not launched.has_work:
+        if not self._reports or launched.work is None:
             return None
-        plan = self._plan
         if launched.runs_ahead:
-            return lambda: self._report(plan, lambda: launched.read(plan.work))
+            return lambda: self._report(plan, launched.read)
         # The next step may overwrite what is not read yet.
-        known = launched.read(plan.work)
+        known = launched.read()
         return lambda: self._report(plan, lambda: known)
-
-    def _unload_adapter(self, adapter_id: int) -> None:
-        self._unload(adapter_id)
-        with self._unloads_lock:
-            self._unloads[adapter_id] += 1
-
-    def await_unload(self, adapter_id: int) -> int:
-        """Notes that a call waits for an announcement that unloads the adapter.
-
-        Returns:
-            The generation for `take_unload` and `forgo_unload`, one of which ends the wait.
-        """
-        with self._unloads_lock:
-            if not self._unload_calls[adapter_id]:
-                # Rank 0 may never announce what ended calls gave up.
-                self._unloads[adapter_id] = max(self._unloads[adapter_id], 0)
-            self._unload_calls[adapter_id] += 1
-            return self._unload_generation
-
-    def take_unload(self, adapter_id: int, generation: int) -> bool:
-        """Returns whether an announcement has unloaded the adapter, once for each announcement.
-
-        Raises:
-            Unavailable: if `forget_unloads` was called since `await_unload`.
-        """
-        with self._unloads_lock:
-            if generation != self._unload_generation:
-                raise Unavailable(
-                    "a scheduler has configured this worker, which unloads all adapters; load yours again"
-                )
-            if self._unloads[adapter_id] <= 0:
-                return False
-            self._unloads[adapter_id] -= 1
-            self._unload_calls[adapter_id] -= 1
-            return True
-
-    def forgo_unload(self, adapter_id: int, generation: int) -> None:
-        """Gives up the next announcement that unloads the adapter: the call that waited for it has ended."""
-        with self._unloads_lock:
-            if generation == self._unload_generation:
-                self._unloads[adapter_id] -= 1
-                self._unload_calls[adapter_id] -= 1
-
-    def forget_unloads(self) -> None:
-        """Forgets announcements and calls: a scheduler configures the worker, and calls anew."""
-        with self._unloads_lock:
-            self._unloads.clear()
-            self._unload_calls.clear()
-            self._unload_generation += 1
-
-    def _launch(self, kind: bytes, message: bytes) -> PendingStep:
-        if kind == _PLAN:
-            self._plan = plan_from_proto(worker_pb2.StepPlan.FromString(message))
-        else:
-            assert isinstance(self._plan.work, Decode)
-            self._plan = StepPlan(self._plan.step, work=self._plan.work.next())
-        return self._engine.launch(self._plan, leased=kind == _NEXT)
 
     def _report(self, plan: StepPlan, read: Callable[[], tuple[Sequence[int], Sequence[SlotOutput]]]) -> None:
         """Sends a step's result to the other stages."""
-        try:
+        with self._together:
             tokens, outputs = read()
             message = result_to_proto(plan, StepResult(plan.step, tokens, outputs))
             self._group.results.send(message.SerializeToString())
-        except Exception as error:
-            self._give_up(_broken(self._group, error))
-            raise
 
     def _receive_results(self) -> None:
-        while True:
-            try:
+        # Without this thread, the next step would wait for ever.
+        with contextlib.suppress(Exception), self._together:
+            while True:
                 self._results.add(self._group.results.receive())
-            except Exception as error:  # noqa: BLE001 - without this thread, the next step waits for ever
-                self._give_up(_broken(self._group, error))
-                return
-
-
-def _broken(group: RankGroup, error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    return f"rank {group.layout.rank} cannot go on with its group ({reason})"

@@ -160,7 +160,7 @@ class MemoryBudget:
         return counted
 
     def _working(self, shapes: ShapeConfig) -> int:
-        steps = (shapes.chunk, *shapes.decode_buckets)
+        steps = (*shapes.chunk_sizes, *shapes.decode_buckets)
         rows, vocab = shapes.decode_buckets[-1], self.size.vocab_size
         graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
         if self.size.adapter_width:
@@ -179,7 +179,8 @@ class MemoryBudget:
         """Names the setting that would make graphs fit."""
 
         def chunk(count: int) -> ShapeConfig:
-            return replace(shapes, chunk=count)
+            scaled = tuple(size * count // shapes.chunk for size in shapes.chunk_sizes)
+            return replace(shapes, chunk=count, prefill_buckets=scaled)
 
         def seqs(count: int) -> ShapeConfig:
             below = [bucket for bucket in shapes.decode_buckets if bucket < count]
@@ -190,7 +191,7 @@ class MemoryBudget:
             ("--max-num-seqs", shapes.max_num_seqs, seqs),
         ]
         # Try the larger part of the memory first.
-        if shapes.chunk < sum(shapes.decode_buckets):
+        if sum(shapes.chunk_sizes) < sum(shapes.decode_buckets):
             ways.reverse()
         for flag, count, changed in ways:
             for halvings in range(1, count.bit_length()):

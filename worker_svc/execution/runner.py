@@ -9,10 +9,8 @@ import torch
 
 from protos.errors import Internal, TriptychError
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     Decode,
-    Pool,
     Prefill,
     SlotOutput,
     StepPlan,
@@ -20,6 +18,7 @@ from protos.steps import (
     without_slots,
 )
 from worker_svc.devices.base import Device, upload
+from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.lockstep import PlanRefused
@@ -34,7 +33,7 @@ from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
-from worker_svc.pending_step import PendingStep
+from worker_svc.pending_step import NOT_FINITE, PendingStep
 from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.sampler import compute_logprobs
@@ -84,8 +83,6 @@ class Runner:
         )  # fmt: skip
         self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
-        # Slots whose admission was refused, until the scheduler releases them.
-        self._refused: set[int] = set()
         self._prompt_logprobs = PromptLogprobs(self._batch, shapes, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._last_slots: list[int] = []
@@ -106,6 +103,11 @@ class Runner:
         """Returns every kind of step that plans may ask for."""
         return self._steps.signatures()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token has the same bits in every kind of step; False while graphs are missing."""
+        return all(self.graphs.is_exact(signature) for signature in self._steps.signatures())
+
     @torch.inference_mode()
     def make_graphs(self, progress: Progress) -> None:
         """Makes the graph of every signature.
@@ -125,65 +127,45 @@ class Runner:
 
         Returns one output for each refused admission, then one for each slot that produced a token, in order.
         """
-        return self.launch(plan).wait(plan.work)
+        return self.launch(plan).wait()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        """Applies a plan and hands its step to the device.
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Applies a plan and hands the first step of its work to the device.
 
-        A request whose admission is refused fails alone. The rest of the plan, and plans that were sent
-        before the scheduler knew, run without its slot.
-
-        Args:
-            plan: the plan.
-            leased: whether this is a further step of a lease, which was checked with its first step.
+        A request whose admission is refused fails alone, and the rest of the plan runs without its slot. So
+        does a decode step without slots that have more than one token to compute.
 
         Raises:
             PlanRefused: if the plan contradicts earlier plans. The state of the slots that it names is then
                 undefined.
         """
-        if leased:
-            assert isinstance(plan.work, Decode)
-            return self._decode(plan.work)
         try:
             work, refused = self._apply_plan(plan)
         except Internal as error:
             raise PlanRefused(error.message) from error
         if work is None:
-            return PendingStep(refused, has_work=False)
+            return PendingStep(refused=refused)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
-        if not self._stage.layout.is_last_stage:
-            return launched
-        whole = work is plan.work and not refused
-        return launched if whole else PendingStep([*refused, *launched.wait(work)])
+        return replace(launched, work=work, refused=refused)
 
     def _apply_plan(self, plan: StepPlan) -> tuple[Prefill | Decode | None, list[SlotOutput]]:
         """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
-        for placement in plan.place:
-            self._place(placement)
         refused: dict[int, SlotOutput] = {}
         for request in plan.admit:
-            self._refused.discard(request.slot)
             try:
                 self._admit(request)
             except TriptychError as error:
                 refused[request.slot] = SlotOutput(request.slot, (), error=error)
-                # A request that has the slot already goes on with the next plan.
-                if self._batch.is_free(request.slot):
-                    self._refused.add(request.slot)
         self._batch.copy_admitted()
         for growth in plan.grow:
-            if growth.slot not in self._refused and growth.slot not in refused:
+            if growth.slot not in refused:
                 self._batch.grow(growth)
                 self.cache.clear(growth.group_id, growth.block_ids)
-        if isinstance(plan.work, Pool):
-            raise Internal("the plan pools prompts, but this model generates tokens")
-        work = without_slots(plan.work, self._refused.union(refused))
-        if work is not None:
-            self._batch.check(work)
-        return work, list(refused.values())
+        work = without_slots(plan.work, refused)
+        return None if work is None else self._batch.ready(work), list(refused.values())
 
     @torch.inference_mode()
     def apply(self, result: StepResult) -> None:
@@ -195,20 +177,11 @@ class Runner:
         for slot in range(self._shapes.max_num_seqs):
             self._release(slot)
         if self._adapters is not None:
-            self._adapters.forget_placements()
+            self._adapters.forget_slots()
 
     def close(self) -> None:
         """Drops the captured steps, which reference the runner and would keep the cache's memory in use."""
         self._steps.close()
-
-    def _place(self, placement: AdapterPlacement) -> None:
-        if self._adapters is None:
-            raise Internal("the plan places an adapter, but this worker was started without --enable-lora")
-        if self._batch.uses_adapter(placement.adapter_slot):
-            raise Internal(
-                f"the plan places an adapter in slot {placement.adapter_slot}, which a request uses"
-            )
-        self._adapters.place(placement.adapter_slot, placement.adapter_id)
 
     def _release_all(self, slots: Sequence[int]) -> None:
         """Frees slots: all of them even if the device fails, because later plans give them away."""
@@ -222,22 +195,25 @@ class Runner:
             raise failure
 
     def _release(self, slot: int) -> None:
-        self._refused.discard(slot)
         self._prompt_logprobs.release(slot)
         if self._constraints is not None:
             self._constraints.release(slot)
         self._stage.release(slot)
+        if self._adapters is not None:
+            self._adapters.release(slot)
         self._batch.release(slot)
 
     def _admit(self, request: Admission) -> None:
-        if request.adapter_slot is not None:
-            if self._adapters is None:
-                raise Internal(
-                    "the plan admits a request with an adapter, but this worker was started without --enable-lora"
-                )
-            self._adapters.check_placed(request.adapter_slot)
-        self._batch.admit(request)
+        adapters = self._adapters
+        if request.adapter_id and adapters is None:
+            raise Internal(
+                "the plan admits a request with an adapter, but this worker was started without --enable-lora"
+            )
+        adapter_slot = adapters.place(request.adapter_id) if adapters and request.adapter_id else NO_ADAPTER
+        self._batch.admit(request, adapter_slot)
         try:
+            if adapters and request.adapter_id:
+                adapters.use(request.slot, request.adapter_id)
             self._prompt_logprobs.admit(request)
             if request.sampling.HasField("structured_output"):
                 if self._constraints is None:
@@ -255,31 +231,37 @@ class Runner:
             raise
 
     def _prefill(self, work: Prefill) -> PendingStep:
-        tokens, positions, inputs = self._batch.prefill_inputs(work)
-        (first,) = self._stage.receive(self._shapes.chunk) or (tokens,)
+        bucket = self._batch.bucket_of(work)
+        tokens, positions, inputs = self._batch.prefill_inputs(bucket, work)
+        (first,) = self._stage.receive(bucket) or (tokens,)
         hidden = self._steps.run_chunk(work, first, positions, inputs)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)
             self._stage.pass_on(work, hidden.to(self._device.torch_device))
             return PendingStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
+        # A device that keeps its states to itself has its logits checked alone.
+        is_here = hidden.device == self._device.torch_device
+        finite = hidden[: work.num_tokens].isfinite().all() if is_here else torch.tensor(True)
         if not work.sample:
             self._batch.advance_prefill(work, None)
-            if prompt_logprobs:
-                return PendingStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
-            return self._read_later(positions[:0])
+            if prompt_logprobs and bool(finite):
+                return PendingStep(outputs=[SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
+            return self._read_later(torch.where(finite, 0, NOT_FINITE)[None])
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits, *best = self._steps.logits_and_best(hidden.to(self._device.torch_device)[last])
+        if is_here:
+            logits = logits.where(finite, torch.nan)
         rows = upload([work.slot], self._device.torch_device)
-        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, *best)
+        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, best)
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
-            return self._read_later(selection.tokens[:1])
+            return self._read_later(selection.reported[:1])
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
-        return PendingStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
+        return PendingStep(outputs=[replace(output, prompt_logprobs=prompt_logprobs)])
 
     def _read_later(self, tokens: torch.Tensor) -> PendingStep:
-        """Starts to copy tokens to the host; reading none of them waits for the step, too."""
+        """Starts to copy tokens to the host."""
         read = self._device.start_reading(tokens)
         return PendingStep(
             read_tokens=lambda: cast("list[int]", read().tolist()), runs_ahead=self._device.runs_ahead
@@ -294,14 +276,14 @@ class Runner:
             self._stage.pass_on(work, states)
             return PendingStep()
         step = self._steps.decode_step(work.bucket, adapters=adapters)
-        logits, positions, *tokens = step.forward(rows, *given)
-        argmax = tokens[0] if tokens else None
-        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, argmax)
+        logits, positions, *best = step.forward(rows, *given)
+        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, best)
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
-            return self._read_later(selection.tokens[: len(work.slots)])
-        return PendingStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
+            return self._read_later(selection.reported[: len(work.slots)])
+        outputs = self._selector.outputs(work.slots, selection, step.compute_logprobs)
+        return PendingStep(outputs=list(outputs))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""

@@ -1,4 +1,4 @@
-"""The steps that plans may ask for, as graphs: a chunk and each decode bucket, without and with adapters."""
+"""The steps that plans may ask for, as graphs: each prefill and decode bucket, without and with adapters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -62,7 +62,8 @@ class StepGraphs:
             signature
             for adapters in with_and_without
             for signature in (
-                self._chunk(adapters=adapters),
+                # The largest first: the others reuse its memory where captured steps share a pool.
+                *(_prefill(bucket, adapters=adapters) for bucket in reversed(self._shapes.chunk_sizes)),
                 *(_decode(bucket, adapters=adapters) for bucket in self._shapes.decode_buckets),
             )
         ]
@@ -80,8 +81,8 @@ class StepGraphs:
         """Runs every signature once, on padding only."""
         for signature in one_by_one(self.signatures(), progress):
             if signature.kind == "prefill":
-                tokens, positions, inputs = self._batch.prefill_inputs(None)
-                selection = self._chunk_selection(None, adapters=signature.adapters)
+                tokens, positions, inputs = self._batch.prefill_inputs(signature.query_len)
+                selection = self._chunk_selection(signature)
                 hidden = self._run_chunk(
                     signature, self._stage.padding(tokens), positions, inputs, *selection
                 )
@@ -98,12 +99,12 @@ class StepGraphs:
         else:
             self.stage_step(signature.batch, adapters=signature.adapters)(rows, *given)
 
-    def run_chunk(self, work: Prefill | None, first: torch.Tensor, positions: torch.Tensor,
+    def run_chunk(self, work: Prefill, first: torch.Tensor, positions: torch.Tensor,
                   inputs: Sequence[StepInput]) -> torch.Tensor:  # fmt: skip
         """Runs a chunk.
 
         Args:
-            work: the chunk; `None` for padding.
+            work: the chunk.
             first: token ids, or what the stage before computed.
             positions: int64 [chunk].
             inputs: of each KV group.
@@ -111,11 +112,9 @@ class StepGraphs:
         Returns:
             Hidden states [chunk, hidden]; see `Model.forward`.
         """
-        adapters = work is not None and self._batch.has_adapters((work.slot,))
-        signature = self._chunk(adapters=adapters)
-        return self._run_chunk(
-            signature, first, positions, inputs, *self._chunk_selection(work, adapters=adapters)
-        )
+        adapters = self._batch.has_adapters((work.slot,))
+        signature = _prefill(self._batch.bucket_of(work), adapters=adapters)
+        return self._run_chunk(signature, first, positions, inputs, *self._chunk_selection(signature, work))
 
     def _run_chunk(
         self,
@@ -151,9 +150,6 @@ class StepGraphs:
         self._captured_prefills.clear()
         self._made.clear()
 
-    def _chunk(self, *, adapters: bool) -> GraphSignature:
-        return GraphSignature("prefill", 1, self._shapes.chunk, adapters)
-
     def _ensure_made(self, signature: GraphSignature) -> None:
         """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
         if signature not in self._made:
@@ -163,9 +159,9 @@ class StepGraphs:
     def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         if signature.kind == "prefill":
-            tokens, positions, inputs = self._batch.prefill_inputs(None)
+            tokens, positions, inputs = self._batch.prefill_inputs(signature.query_len)
             tokens = self._stage.padding(tokens)
-            selection = self._chunk_selection(None, adapters=signature.adapters)
+            selection = self._chunk_selection(signature)
             self.graphs.build(signature, tokens, positions, self._plans(inputs), *selection)
             if self._device.captures and self.graphs.has(signature):
                 self._captured_prefills[signature] = self._capture_prefill(
@@ -194,7 +190,7 @@ class StepGraphs:
         # The number of real tokens is also on the device; the captured step must not contain the host's
         # number.
         full = [
-            replace(step, num_tokens=self._shapes.chunk) if isinstance(step, PagedInput) else step
+            replace(step, num_tokens=signature.query_len) if isinstance(step, PagedInput) else step
             for step in inputs
         ]
 
@@ -245,12 +241,14 @@ class StepGraphs:
         assert self._adapters is not None
         return (self._adapters.select(self._batch.adapters_of(rows)),)
 
-    def _chunk_selection(self, work: Prefill | None, *, adapters: bool) -> tuple[torch.Tensor, ...]:
-        """Returns the same for a chunk."""
-        if not adapters:
+    def _chunk_selection(
+        self, signature: GraphSignature, work: Prefill | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the same for a chunk; without work, for padding."""
+        if not signature.adapters:
             return ()
         assert self._adapters is not None
-        return (self._adapters.select(self._batch.chunk_adapters(work)),)
+        return (self._adapters.select(self._batch.chunk_adapters(signature.query_len, work)),)
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
@@ -279,6 +277,10 @@ class StepGraphs:
         *selection: torch.Tensor,
     ) -> torch.Tensor:
         return self.graphs.run(signature, tokens, positions, self._plans(inputs), *selection)
+
+
+def _prefill(bucket: int, *, adapters: bool) -> GraphSignature:
+    return GraphSignature("prefill", 1, bucket, adapters)
 
 
 def _decode(bucket: int, *, adapters: bool) -> GraphSignature:

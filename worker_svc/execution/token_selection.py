@@ -10,13 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from protos.errors import InvalidArgument
 from protos.steps import Admission, Prefill, SlotOutput
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
-from worker_svc.sampling.sampler import argmax_rows, compute_logprobs, sample, unpack_logprobs
+from worker_svc.pending_step import output_of
+from worker_svc.sampling.sampler import (
+    argmax_rows,
+    compute_logprobs,
+    mark_not_finite,
+    sample,
+    unpack_logprobs,
+)
 from worker_svc.sampling.state import SamplingBatch, SamplingOps
 from worker_svc.shapes import ShapeConfig
 
@@ -38,7 +44,7 @@ class Selection:
     tokens: torch.Tensor
     """int64 [bucket], one valid token for each row."""
     reported: torch.Tensor
-    """The same, but -1 where no token was allowed."""
+    """The same, with a mark where no token was allowed or the logits are not finite."""
     batch: SamplingBatch
     """The requirements of the step's rows."""
     logits: torch.Tensor
@@ -48,8 +54,8 @@ class Selection:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is certain to have one token, and the tokens are all that a result has."""
-        return self.choice is None and self.reported is self.tokens and not self.batch.reports
+        """Whether the tokens are all that a result has, unless the model computed NaN or infinity."""
+        return self.choice is None and not self.batch.reports and not self.batch.needs.adjusts
 
 
 class TokenSelector:
@@ -67,7 +73,7 @@ class TokenSelector:
         logits: torch.Tensor,
         positions: torch.Tensor,
         draw: Sample,
-        argmax: torch.Tensor | None = None,
+        best: Sequence[torch.Tensor] = (),
     ) -> Selection:
         """Selects a token for each row and counts it for penalties.
 
@@ -78,20 +84,21 @@ class TokenSelector:
                 where a device computes, they travel to the batch only if a row needs them.
             positions: int64 [bucket], the positions of the rows' last tokens.
             draw: samples the rows that need more than the most probable token.
-            argmax: the most probable tokens, int64 [bucket], if they are known.
+            best: the most probable tokens, int64 [bucket], if they are known; then the same with marks, where
+                the device has compared them with the logits.
         """
         batch = self._batch.sampling_batch(slots)
         needs = batch.needs
         constrained = self._constraints is not None and self._constraints.any_constrained(slots)
-        if constrained or batch.reports or argmax is None or not needs.none:
+        if constrained or batch.reports or not best or not needs.none:
             logits = logits.to(rows.device)
         if constrained:
             assert self._constraints is not None
             selection = self._select_constrained(
-                self._constraints, slots, rows, logits, positions, draw, batch, argmax
+                self._constraints, slots, rows, logits, positions, draw, batch, best
             )
-        elif needs.none and argmax is not None:
-            return Selection(argmax, argmax, batch, logits)
+        elif needs.none and best:
+            return Selection(best[0], best[-1], batch, logits)
         else:
             tokens, reported = draw(needs, logits, rows, positions)
             selection = Selection(tokens, reported, batch, logits)
@@ -100,16 +107,16 @@ class TokenSelector:
 
     def _select_constrained(
         self, constraints: StepConstraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
-        positions: torch.Tensor, draw: Sample, batch: SamplingBatch, argmax: torch.Tensor | None,
+        positions: torch.Tensor, draw: Sample, batch: SamplingBatch, best: Sequence[torch.Tensor],
     ) -> Selection:  # fmt: skip
         # Grammars mask the logits in place; log-probabilities are of the model's own.
         unmasked = logits.clone() if batch.reports else logits
 
         def redraw(indices: Sequence[int] | None) -> torch.Tensor:
-            """Draws tokens for some rows, or for all: -1 where no token is allowed."""
+            """Draws tokens for some rows, or for all, with marks."""
             if indices is None:
-                if argmax is not None and batch.needs.none:
-                    return argmax
+                if best and batch.needs.none:
+                    return best[-1]
                 return draw(batch.needs, logits, rows, positions)[1]
             index = upload(list(indices), logits.device)
             # The second attempt takes new random numbers: the first ones led to a token that is not allowed,
@@ -159,13 +166,8 @@ class TokenSelector:
         tokens = selection.reported[: len(slots)].tolist() if choice is None else choice.values[: len(slots)]
         for slot, token, entry in zip(slots, tokens, logprobs, strict=True):
             error = choice.errors.get(slot) if choice else None
-            if error is None and token < 0:
-                error = InvalidArgument(
-                    "no token is left to sample: allowed_token_ids,"
-                    " bad_words and logit_bias exclude all of them"
-                )
-            if error is not None:
-                yield SlotOutput(slot, (), error=error)
+            if error is not None or token < 0:
+                yield SlotOutput(slot, error=error) if error else output_of(slot, token)
                 continue
             forced = choice.forced.get(slot, ()) if choice else ()
             if forced:
@@ -176,7 +178,7 @@ class TokenSelector:
 Forward = Callable[..., tuple[torch.Tensor, ...]]
 """Takes rows, int64 [bucket], and on a later stage of a pipeline its hidden states. Returns logits, float32
 [bucket, vocab], the rows' positions, int64 [bucket], and the most probable tokens if the device has found
-them."""
+them, without and with marks."""
 
 
 @dataclass(frozen=True)
@@ -243,11 +245,12 @@ def captured_step(
 
     def forward_and_argmax(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits, positions, *_ = forward(*rows)
-        return logits, positions, argmax_rows(logits)
+        tokens = argmax_rows(logits)
+        return logits, positions, tokens, mark_not_finite(tokens, logits.gather(1, tokens[:, None])[:, 0])
 
     captured = device.capture(forward_and_argmax, [padding, *given])
     # The parts captured below read these results in place.
-    logits, positions, tokens = captured(padding, *given)
+    logits, positions, tokens, _ = captured(padding, *given)
     captured_logprobs = device.capture(lambda tokens: (compute_logprobs(logits, tokens),), [tokens])
 
     def compute(given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -298,8 +301,7 @@ class PromptLogprobs:
     ) -> None:
         """Starts without slots. `logits` takes at most as many rows as the largest bucket."""
         self._batch = batch
-        self._chunk = shapes.chunk
-        self._rows = min(shapes.chunk, shapes.decode_buckets[-1])
+        self._most_rows = shapes.decode_buckets[-1]
         self._logits = logits
         # By slot: the number of most probable tokens to report, and the prompt's length.
         self._wanted: dict[int, tuple[int, int]] = {}
@@ -326,7 +328,8 @@ class PromptLogprobs:
         if work.slot not in self._wanted:
             return ()
         count, prompt_len = self._wanted[work.slot]
-        chunk, rows = self._chunk, self._rows
+        chunk = len(hidden)
+        rows = min(chunk, self._most_rows)
         found = self._batch.tokens_of(
             work.slot, work.start + 1, min(work.start + work.num_tokens + 1, prompt_len)
         )

@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from protos.errors import ConfigurationRefused, Internal, Unavailable
+from protos.errors import ConfigurationRefused, Internal, Unavailable, Unsupported
 from protos.service.logs import get_logger
 from protos.steps import GroupKind, SlotOutput, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.devices import open_device
-from worker_svc.devices.base import BlockCopies, Device
+from worker_svc.devices.base import BlockCopies, ChunkStarts, Device
 from worker_svc.execution.engine import Engine, GenerationEngine, PoolingEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader, rank_facts
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
@@ -61,6 +61,8 @@ class Ready:
     """Equal for workers with the same weights; see `checkpoint.start_digest`."""
     block_copies: BlockCopies
     """How the device copies blocks."""
+    chunk_starts: ChunkStarts = "whole"
+    """Where chunks may begin."""
 
 
 class Worker:
@@ -125,6 +127,7 @@ class Worker:
             grammar_us=round(self._own_constraints.seconds * 1e6) if self._own_constraints else 0,
             free_memory_bytes=free_memory(self.device) or 0,
             process_memory_bytes=psutil.Process().memory_info().rss,
+            adapter_placements=0 if self.adapters is None else self.adapters.num_placements,
         )
 
     @property
@@ -228,8 +231,6 @@ class Worker:
         self.join(epoch)
         if self.adapters is not None:
             self.adapters.forget()  # ids are the scheduler's own, and this may be another one
-        if self.follower is not None:
-            self.follower.forget_unloads()
         if self._ready is not None and self.is_configured_as(shapes):
             return self._ready
         engine, phases = self._engine, Phases(progress)
@@ -253,11 +254,17 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._requested = shapes
-        copies = self.device.block_copies(self.groups)
-        self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
+        self._ready = Ready(
+            started,
+            engine.bytes_per_block,
+            phases.seconds,
+            self._digest.result(),
+            self.device.block_copies(self.groups),
+            engine.chunk_starts,
+        )
         return self._ready
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Hands one step to the device; see `Engine.launch`.
 
         Raises:
@@ -265,17 +272,34 @@ class Worker:
         """
         if self._engine is None or self._ready is None:
             raise Internal("the worker is not configured")
-        return (self._leader or self._engine).launch(plan, leased=leased)
+        return (self._leader or self._engine).launch(plan)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Launches one step and waits for its outputs."""
-        return self.launch(plan).wait(plan.work)
+        """Launches one step and waits for its outputs, as `PendingStep.wait` returns them."""
+        return self.launch(plan).wait()
 
     def reset(self) -> None:
         """Frees every slot."""
         steps = self._leader or self._engine
         if steps is not None:
             steps.reset()
+
+    def reserve_adapter(self, adapter_id: int, needed: Collection[int]) -> list[int]:
+        """Makes room on the host for an adapter that is about to be read; returns those that leave for it.
+
+        A rank other than 0 takes every adapter: rank 0 announces which leave.
+
+        Raises:
+            Overloaded: if all others on the host are `needed`.
+            Unsupported: without `--enable-lora`.
+        """
+        if self.adapters is None:
+            raise Unsupported("this worker serves no LoRA adapters; start it with --enable-lora")
+        displaced = self.adapters.displaced(needed) if self.follower is None else []
+        for each in displaced:
+            self.unload_adapter(each)
+        self.adapters.reserve(adapter_id)
+        return displaced
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Frees an adapter on the host of this rank, and on the others' behind the plans before."""

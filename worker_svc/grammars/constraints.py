@@ -35,6 +35,7 @@ from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
+from worker_svc.pending_step import NOT_FINITE
 from worker_svc.ranks.group import Channel
 
 # A step within this time is free: it is what each token adds to its request's budget.
@@ -203,6 +204,8 @@ class Constraints:
         self._mask([row for row in step.rows if masked_first[row]], step, logits)
         tokens = draw(None)
         step.read(tokens)
+        for row in [row for row in step.rows if step.values[row] == NOT_FINITE]:
+            step.leave(row)
         rejected = []
         for row in _rejected(step, step.rows):
             if masked_first[row]:
@@ -291,7 +294,7 @@ class _Step:
         self._replaced: dict[int, int] = {}
 
     def settle(self, row: int, chain: Sequence[int]) -> None:
-        self._leave(row)
+        self.leave(row)
         self._replaced[row] = chain[0]
         self.forced[self.slots[row]] = tuple(chain[1:])
 
@@ -328,9 +331,10 @@ class _Step:
 
     def fail(self, row: int, error: TriptychError) -> None:
         self.errors[self.slots[row]] = error
-        self._leave(row)
+        self.leave(row)
 
-    def _leave(self, row: int) -> None:
+    def leave(self, row: int) -> None:
+        """Lets a row keep the token or the mark that it has."""
         # A new list: the old one may be iterated.
         self.rows = [other for other in self.rows if other != row]
 

@@ -83,7 +83,7 @@ def _generation_fields(
 ) -> dict[str, str]:
     return {
         "kv_groups": "; ".join(map(_group_words, groups)),
-        "chunk": str(shapes.chunk),
+        "prefill_buckets": ",".join(map(str, shapes.chunk_sizes)),
         "decode_buckets": ",".join(map(str, shapes.decode_buckets)),
         "generated_for": "all" if sizes is None else ",".join(map(str, sorted(sizes))),
         "block_size": str(shapes.block_size),

@@ -191,6 +191,11 @@ class GraphRunner:
         """Whether the signature has a graph."""
         return self._graphs.get(signature) is not None
 
+    def is_exact(self, signature: GraphSignature) -> bool:
+        """Whether the signature has a graph whose results do not depend on the partition into steps."""
+        graph = self._graphs.get(signature)
+        return isinstance(graph, KernelGraph) and graph.is_exact
+
     def run(
         self,
         signature: GraphSignature,

@@ -38,7 +38,10 @@ def build_kernel_graph(recording: Recording, device: Device) -> "KernelGraph":
         else:
             kernels.append(_Kernel(call.op.name(), _bound(call, memory, device)))
     output = memory.relocated(recording.output)
-    return KernelGraph(tuple(kernels), _fused(kernels, device), recording.inputs, output, memory.num_bytes)
+    exact = all(device.is_exact(kernel.name, kernel.run) for kernel in kernels)
+    return KernelGraph(
+        tuple(kernels), _fused(kernels, device), recording.inputs, output, memory.num_bytes, exact
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class KernelGraph:
     """Where the result is."""
     num_bytes: int
     """Memory that the graph owns."""
+    is_exact: bool
+    """Whether a token's result has the same bits in any other exact graph of the model."""
 
     @property
     def operators(self) -> tuple[str, ...]:

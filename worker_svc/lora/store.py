@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -147,41 +147,65 @@ class HostAdapter:
 
 
 class AdapterStore:
-    """Adapters by the scheduler's ids. Any thread may load; a single thread places."""
+    """A worker's adapters by the scheduler's ids: on the host, and in slots of the device.
+
+    Each forgets the adapter used least recently for another one. Any thread may load. Everything else is for
+    the model thread, so that all ranks change alike.
+    """
 
     def __init__(self, limits: LoraLimits, model: AdaptedModel) -> None:
         """Starts empty."""
         self.limits = limits
         """How many adapters the worker holds."""
+        self.num_placements = 0
+        """Copies to the device."""
         self._model = model
         self._lock = threading.Lock()
+        # The least recently used first.
         self._on_host: dict[int, HostAdapter] = {}
-        # Adapters that are being read, each with the call that reads it; unloading one ends its claim.
-        self._reading: dict[int, object] = {}
-        self._placed: dict[int, int] = {}
+        # Adapters that are being read; unloading one ends its claim to a place.
+        self._reading: set[int] = set()
+        # Slots by adapter, the least recently used first, and the adapters of admitted requests by row.
+        self._slots: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
+
+    # ---- the host ----
+
+    def displaced(self, needed: Collection[int]) -> list[int]:
+        """Returns the adapters to unload before another one has room on the host.
+
+        Raises:
+            Overloaded: if too many are `needed` there.
+        """
+        with self._lock:
+            excess = len(self._on_host) + len(self._reading) + 1 - self.limits.max_cpu_loras
+            idle = [one for one in self._on_host if one not in needed]
+        if excess > len(idle):
+            raise Overloaded(
+                f"requests use all {self.limits.max_cpu_loras} adapters that the worker holds; retry later,"
+                " or raise --max-cpu-loras",
+                retry_after_ms=5000,
+            )
+        return idle[: max(0, excess)]
+
+    def reserve(self, adapter_id: int) -> None:
+        """Takes a place on the host for an adapter that is about to be read."""
+        with self._lock:
+            self._reading.add(adapter_id)
 
     def load(self, adapter_id: int, name: str, source: str, revision: str = "") -> HostAdapter:
-        """Reads an adapter unless it is loaded, and fits it to the model. Takes as long as the disk.
+        """Reads an adapter that has a place, and fits it to the model. Takes as long as the disk.
 
         Raises:
             NotFound: if the adapter does not exist.
             InvalidArgument: if it does not fit the model or the settings.
-            Overloaded: if the host is full by `--max-cpu-loras`, or out of memory.
+            Overloaded: if the host is out of memory.
             Unavailable: if it was unloaded meanwhile, the hub cannot be reached, or its cache not written.
         """
-        known = self._on_host.get(adapter_id)
-        if known is not None and (known.name, known.source) == (name, source):
-            return known
-        call = object()
-        with self._lock:
-            self._check_room(adapter_id)
-            self._reading[adapter_id] = call
         try:
             checkpoint, layers, found = self._read(name, source, revision)
         except BaseException:
-            with self._lock:
-                if self._reading.get(adapter_id) is call:
-                    del self._reading[adapter_id]
+            self._reading.discard(adapter_id)
             raise
         num_bytes = sum(
             matrix.nbytes for parts in layers.values() for pair in parts if pair for matrix in pair
@@ -190,10 +214,9 @@ class AdapterStore:
             name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes, found, checkpoint.base_model
         )
         with self._lock:
-            if self._reading.get(adapter_id) is not call:
+            if adapter_id not in self._reading:
                 raise Unavailable(f"adapter {name} was unloaded while it was read")
-            del self._reading[adapter_id]
-            self._check_room(adapter_id)
+            self._reading.discard(adapter_id)
             self._on_host[adapter_id] = loaded
         return loaded
 
@@ -215,17 +238,10 @@ class AdapterStore:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InvalidArgument(f"adapter {name} cannot be read: {reason[0]}", param="source") from error
 
-    def _check_room(self, adapter_id: int) -> None:
-        if adapter_id not in self._on_host and len(self._on_host) >= self.limits.max_cpu_loras:
-            raise Overloaded(
-                f"the worker holds {len(self._on_host)} adapters, as many as --max-cpu-loras allows;"
-                " unload one or raise it"
-            )
-
     def unload(self, adapter_id: int) -> None:
-        """Forgets an adapter on the host. Does nothing for an unknown id."""
+        """Forgets an adapter on the host, or ends its load. Does nothing for an unknown id."""
         with self._lock:
-            self._reading.pop(adapter_id, None)
+            self._reading.discard(adapter_id)
             self._on_host.pop(adapter_id, None)
 
     def forget(self) -> None:
@@ -234,35 +250,53 @@ class AdapterStore:
             self._reading.clear()
             self._on_host.clear()
 
-    def forget_placements(self) -> None:
-        """Forgets the contents of the device's slots, at the end of a scheduler's plans."""
-        self._placed.clear()
+    # ---- the device ----
 
-    def place(self, slot: int, adapter_id: int) -> None:
-        """Copies an adapter to a slot of the device.
+    def place(self, adapter_id: int) -> int:
+        """Returns the device's slot of an adapter, which is copied there unless it is there.
 
         Raises:
-            Internal: if the slot or the adapter does not exist.
+            Unavailable: if the adapter is not on the host.
+            Internal: if admitted requests use all slots.
         """
-        if not 0 <= slot < self.limits.max_loras:
-            raise Internal(
-                f"the plan places an adapter in slot {slot}; there are {self.limits.max_loras} slots"
-            )
+        slot = self._slots.get(adapter_id)
+        if slot is not None:
+            return slot
         adapter = self._on_host.get(adapter_id)
         if adapter is None:
-            raise Internal(f"the plan places adapter {adapter_id}, which is not on the host")
-        self._placed.pop(slot, None)
+            raise Unavailable("the adapter is not on the host; load it again", param="adapter_id")
+        slot = self._free_slot()
         self._model.place(slot, adapter.layers)
-        self._placed[slot] = adapter_id
+        self._slots[adapter_id] = slot
+        self.num_placements += 1
+        return slot
 
-    def check_placed(self, slot: int) -> None:
-        """Refuses a request for a slot without an adapter.
+    def _free_slot(self) -> int:
+        taken = set(self._slots.values())
+        for slot in range(self.limits.max_loras):
+            if slot not in taken:
+                return slot
+        for adapter_id in self._slots:
+            if adapter_id not in self._rows.values():
+                return self._slots.pop(adapter_id)
+        raise Internal(f"the plan admits requests of more than {self.limits.max_loras} adapters")
 
-        Raises:
-            Internal: if no plan placed an adapter there.
-        """
-        if slot not in self._placed:
-            raise Internal(f"the plan admits a request with adapter slot {slot}, which is empty")
+    def use(self, row: int, adapter_id: int) -> None:
+        """Keeps a placed adapter in its slot until its request's row is released."""
+        self._rows[row] = adapter_id
+        self._slots[adapter_id] = self._slots.pop(adapter_id)
+        with self._lock:
+            if (adapter := self._on_host.pop(adapter_id, None)) is not None:
+                self._on_host[adapter_id] = adapter
+
+    def release(self, row: int) -> None:
+        """Ends the use of an adapter by the request in a row, if it has one."""
+        self._rows.pop(row, None)
+
+    def forget_slots(self) -> None:
+        """Forgets the contents of the device's slots, at the end of a scheduler's plans."""
+        self._slots.clear()
+        self._rows.clear()
 
     def select(self, slots: torch.Tensor) -> torch.Tensor:
         """Returns a graph's input from the rows' adapter slots, int32 [tokens]."""

@@ -7,6 +7,7 @@ import torch
 from protos.limits import MAX_LOGPROBS
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import is_host
+from worker_svc.pending_step import NO_TOKEN, NOT_FINITE
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.draw import draw, draw_keys
 from worker_svc.sampling.filters import apply_filters
@@ -49,6 +50,16 @@ def argmax_of_blocks(logits: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def mark_not_finite(tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens, int64 [rows], with `NOT_FINITE` where the largest logit is NaN or infinite.
+
+    Args:
+        tokens: int64 [rows].
+        best: float32 [rows], each row's largest logit, NaN if one is NaN.
+    """
+    return torch.where(best.abs() < torch.inf, tokens, NOT_FINITE)
+
+
 def sample(
     state: SamplingState,
     needs: SamplingOps,
@@ -74,11 +85,13 @@ def sample(
         attempt: number of earlier draws for the same position.
 
     Returns:
-        The tokens, int64 [rows], and the same tokens with -1 where no token was allowed.
+        Valid tokens, int64 [rows], and the same with a mark where no token was allowed or the logits are not
+        finite.
     """
     if needs.none:
         chosen = argmax_rows(logits)
-        return chosen, chosen
+        reported = mark_not_finite(chosen, logits.gather(1, chosen[:, None])[:, 0])
+        return chosen, reported
     workspace = state.workspace(logits.shape[0])
     adjusted = logits
     if needs.adjusts:
@@ -96,9 +109,11 @@ def sample(
         chosen = (
             torch.where(state.parameters.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
         )
-    if not needs.adjusts:
-        return chosen, chosen
-    return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)
+    reported = mark_not_finite(chosen, best[:, 0])
+    if needs.adjusts:
+        reported = torch.where(best[:, 0] == -torch.inf, NO_TOKEN, reported)
+    # A draw from masses that are not finite may lie beyond the vocabulary.
+    return reported.clamp(min=0), reported
 
 
 def filtered_masses(

@@ -70,7 +70,10 @@ def prepare(device_name: str) -> None:
             import vllm.model_executor.layers.quantization.online.fp8
             import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
 
-            if not spec.has_vllm_kernels:
+            if spec.has_vllm_kernels:
+                # Our layers must be known before vLLM makes the first one: it keeps shared ones.
+                current_platform.import_ir_kernels()
+            else:
                 from worker_svc.vllm_adapter.layers.moe import replace_experts
 
                 replace_experts(has_kernels=False)

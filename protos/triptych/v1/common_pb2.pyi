@@ -58,6 +58,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 13
     """The call has no service token, or another one than the service that is called."""
+    ERROR_CODE_NOT_FINITE: _ErrorCode.ValueType  # 14
+    """The model computed NaN or infinity for the request. Not retryable."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Why a request failed, for programs. Unary and server-streaming calls carry it as a detail of the gRPC
@@ -92,6 +94,8 @@ ERROR_CODE_TIMED_OUT: ErrorCode.ValueType  # 12
 """The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 13
 """The call has no service token, or another one than the service that is called."""
+ERROR_CODE_NOT_FINITE: ErrorCode.ValueType  # 14
+"""The model computed NaN or infinity for the request. Not retryable."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _FinishReason:

@@ -822,7 +822,7 @@ class KvStored(_message.Message):
     parent_hash: _builtins.bytes
     """The hash before the first one; empty at the start of a prompt, and in snapshots."""
     tokens_per_hash: _builtins.int
-    """The smaller of chunk and block size."""
+    """Tokens of a hash block."""
     lora_name: _builtins.str
     """The LoRA adapter that computed them; empty for the base model, in snapshots, and for kept windows."""
     @_builtins.property

@@ -97,8 +97,9 @@ class RegisterEvent(_message.Message):
         whose step still runs ends itself.
         """
         STATE_RANK_LOST: RegisterEvent._State.ValueType  # 4
-        """Another rank of the replica is lost or leaves, and with it the replica. The stream ends. A worker that has
-        joined a group ends itself: its collectives would wait for the lost rank.
+        """Another rank of the replica is lost or leaves, and with it the replica, or did not register in time. In
+        the first case the stream ends. A worker that has joined a group ends itself: its collectives would wait
+        for the lost rank.
         """
 
     class State(_State, metaclass=_StateEnumTypeWrapper): ...
@@ -112,8 +113,9 @@ class RegisterEvent(_message.Message):
     whose step still runs ends itself.
     """
     STATE_RANK_LOST: RegisterEvent.State.ValueType  # 4
-    """Another rank of the replica is lost or leaves, and with it the replica. The stream ends. A worker that has
-    joined a group ends itself: its collectives would wait for the lost rank.
+    """Another rank of the replica is lost or leaves, and with it the replica, or did not register in time. In
+    the first case the stream ends. A worker that has joined a group ends itself: its collectives would wait
+    for the lost rank.
     """
 
     MESSAGE_FIELD_NUMBER: _builtins.int

@@ -57,6 +57,34 @@ BLOCK_COPIES_RUNTIME: BlockCopies.ValueType  # 3
 """With a call of the device's runtime, which owns the caches."""
 Global___BlockCopies: _TypeAlias = BlockCopies  # noqa: Y015
 
+class _ChunkStarts:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ChunkStartsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChunkStarts.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CHUNK_STARTS_UNSPECIFIED: _ChunkStarts.ValueType  # 0
+    """As CHUNK_STARTS_WHOLE."""
+    CHUNK_STARTS_WHOLE: _ChunkStarts.ValueType  # 1
+    """At multiples of the chunk."""
+    CHUNK_STARTS_ANYWHERE: _ChunkStarts.ValueType  # 2
+    """Anywhere; another partition of the prompt may round differently."""
+    CHUNK_STARTS_EXACT: _ChunkStarts.ValueType  # 3
+    """Anywhere; a token's KV and logits have the same bits in any chunk, and in a decode step."""
+
+class ChunkStarts(_ChunkStarts, metaclass=_ChunkStartsEnumTypeWrapper):
+    """Where the prefill chunks of a prompt may begin."""
+
+CHUNK_STARTS_UNSPECIFIED: ChunkStarts.ValueType  # 0
+"""As CHUNK_STARTS_WHOLE."""
+CHUNK_STARTS_WHOLE: ChunkStarts.ValueType  # 1
+"""At multiples of the chunk."""
+CHUNK_STARTS_ANYWHERE: ChunkStarts.ValueType  # 2
+"""Anywhere; another partition of the prompt may round differently."""
+CHUNK_STARTS_EXACT: ChunkStarts.ValueType  # 3
+"""Anywhere; a token's KV and logits have the same bits in any chunk, and in a decode step."""
+Global___ChunkStarts: _TypeAlias = ChunkStarts  # noqa: Y015
+
 @_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -103,6 +131,7 @@ class DescribeResponse(_message.Message):
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     PACKS_TEXTS_FIELD_NUMBER: _builtins.int
+    PREFILL_BUCKETS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -136,6 +165,8 @@ class DescribeResponse(_message.Message):
     """Whether texts of a pooling model may follow one another in one packed shape. Such a device makes graphs in
     a moment, so shapes may be many.
     """
+    prefill_buckets: _builtins.bool
+    """Whether the worker takes ConfigureRequest.prefill_buckets. False: it runs chunks of one size."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
@@ -187,10 +218,11 @@ class DescribeResponse(_message.Message):
         block_copies: Global___BlockCopies.ValueType = ...,
         lora: Global___LoraLimits | None = ...,
         packs_texts: _builtins.bool = ...,
+        prefill_buckets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "pool_tasks", b"pool_tasks", "prefill_buckets", b"prefill_buckets", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,8 +264,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    NEEDED_IDS_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.int
-    """Chosen by the scheduler and never used again for other weights. At least 1."""
+    """Names this load. Chosen by the scheduler and never used again, not even for the same adapter. At least 1."""
     name: _builtins.str
     """For logs and errors."""
     source: _builtins.str
@@ -242,6 +275,10 @@ class LoadAdapterRequest(_message.Message):
     """
     revision: _builtins.str
     """The commit at which the scheduler knows the adapter of a Hugging Face id. Empty: what the source names."""
+    @_builtins.property
+    def needed_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Other adapters that must stay on the host, because admitted or waiting requests use them."""
+
     def __init__(
         self,
         *,
@@ -249,10 +286,11 @@ class LoadAdapterRequest(_message.Message):
         name: _builtins.str = ...,
         source: _builtins.str = ...,
         revision: _builtins.str = ...,
+        needed_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "revision", b"revision", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "needed_ids", b"needed_ids", "revision", b"revision", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,6 +304,7 @@ class LoadAdapterResponse(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    DISPLACED_IDS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     digest: _builtins.str
     """Hash of the configuration and the weights, hexadecimal. Adapters with equal hashes compute the same."""
@@ -273,6 +312,10 @@ class LoadAdapterResponse(_message.Message):
     """On the host, bytes."""
     revision: _builtins.str
     """The commit that was read, if the source is a Hugging Face id."""
+    @_builtins.property
+    def displaced_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Adapters that left the host for this one. Rank 0 alone decides, so others name none."""
+
     def __init__(
         self,
         *,
@@ -280,10 +323,11 @@ class LoadAdapterResponse(_message.Message):
         digest: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
         revision: _builtins.str = ...,
+        displaced_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "memory_bytes", b"memory_bytes", "rank", b"rank", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "displaced_ids", b"displaced_ids", "memory_bytes", b"memory_bytes", "rank", b"rank", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,12 +381,13 @@ class ConfigureRequest(_message.Message):
     POOL_SHAPES_FIELD_NUMBER: _builtins.int
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
+    PREFILL_BUCKETS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest sequence (prompt plus output), tokens. Determines the width of block tables."""
     max_num_seqs: _builtins.int
     """Number of slots."""
     chunk: _builtins.int
-    """Tokens of one prefill chunk. Divides the block size or is divided by it."""
+    """Tokens of the largest prefill chunk. Divides the block size or is divided by it."""
     block_size: _builtins.int
     """Tokens of a block in a paged group. A multiple of the window of every in-place group."""
     windows_kept_per_slot: _builtins.int
@@ -374,6 +419,12 @@ class ConfigureRequest(_message.Message):
         them.
         """
 
+    @_builtins.property
+    def prefill_buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each prefill graph, ascending; the last is `chunk`. Each divides the block size or is divided by it.
+        Empty: `chunk` alone.
+        """
+
     def __init__(
         self,
         *,
@@ -387,10 +438,11 @@ class ConfigureRequest(_message.Message):
         pool_shapes: _abc.Iterable[_common_pb2.GraphSignature] | None = ...,
         step_timeout_s: _builtins.float = ...,
         group_epoch: _builtins.str = ...,
+        prefill_buckets: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "group_epoch", b"group_epoch", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chunk", b"chunk", "decode_buckets", b"decode_buckets", "group_epoch", b"group_epoch", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "pool_shapes", b"pool_shapes", "prefill_buckets", b"prefill_buckets", "step_timeout_s", b"step_timeout_s", "windows_kept_per_slot", b"windows_kept_per_slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +554,7 @@ class ConfigureReady(_message.Message):
     FIRST_STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    CHUNK_STARTS_FIELD_NUMBER: _builtins.int
     first_step_timeout_s: _builtins.float
     """How long a step may take that makes its graph, seconds; the first step of each kind may. 0: all graphs are
     made, so no step has more time than others.
@@ -512,6 +565,8 @@ class ConfigureReady(_message.Message):
     """
     block_copies: Global___BlockCopies.ValueType
     """How the worker copies blocks. A device whose runtime owns the caches knows it only once graphs are made."""
+    chunk_starts: Global___ChunkStarts.ValueType
+    """Where chunks may begin, and so where a prefix hit may end. It depends on the kernels of the graphs."""
     @_builtins.property
     def num_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks per group, including the null block 0."""
@@ -536,10 +591,11 @@ class ConfigureReady(_message.Message):
         first_step_timeout_s: _builtins.float = ...,
         weights_digest: _builtins.str = ...,
         block_copies: Global___BlockCopies.ValueType = ...,
+        chunk_starts: Global___ChunkStarts.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "bytes_per_block", b"bytes_per_block", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "bytes_per_block", b"bytes_per_block", "chunk_starts", b"chunk_starts", "first_step_timeout_s", b"first_step_timeout_s", "graphs", b"graphs", "num_blocks", b"num_blocks", "phase_seconds", b"phase_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -607,7 +663,7 @@ Global___CompileGrammarResponse: _TypeAlias = CompileGrammarResponse  # noqa: Y0
 @_typing.final
 class StepPlan(_message.Message):
     """What the worker does next. It takes up plans in their order and applies `release`, then `copies` in order,
-    `place`, `admit`, `grow`, and then the work. A plan is valid whatever became of those before it, so the next
+    `admit`, `grow`, and then the work. A plan is valid whatever became of those before it, so the next
     one may be sent before this one is answered. A slot whose admission was refused, or whose step failed, is dead
     until it is released: what names it is skipped for that slot alone.
     """
@@ -622,7 +678,6 @@ class StepPlan(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
-    PLACE_FIELD_NUMBER: _builtins.int
     INTERRUPTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
@@ -630,7 +685,7 @@ class StepPlan(_message.Message):
     """
     interrupts: _builtins.bool
     """Ends decode work that was sent before: a step that runs when this plan arrives is the last one, and work that
-    has not begun does not run.
+    has not begun runs one step.
     """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -656,10 +711,6 @@ class StepPlan(_message.Message):
     def decode(self) -> Global___Decode: ...
     @_builtins.property
     def pool(self) -> Global___Pool: ...
-    @_builtins.property
-    def place(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterPlacement]:
-        """Adapters to copy from the host to the device before requests are admitted."""
-
     def __init__(
         self,
         *,
@@ -671,42 +722,17 @@ class StepPlan(_message.Message):
         prefill: Global___Prefill | None = ...,
         decode: Global___Decode | None = ...,
         pool: Global___Pool | None = ...,
-        place: _abc.Iterable[Global___AdapterPlacement] | None = ...,
         interrupts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "decode", b"decode", "grow", b"grow", "interrupts", b"interrupts", "place", b"place", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "decode", b"decode", "grow", b"grow", "interrupts", b"interrupts", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["prefill", "decode", "pool"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
-
-@_typing.final
-class AdapterPlacement(_message.Message):
-    """An adapter that is on the host of every rank takes an adapter slot, which no admitted request uses."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
-    ADAPTER_ID_FIELD_NUMBER: _builtins.int
-    adapter_slot: _builtins.int
-    adapter_id: _builtins.int
-    def __init__(
-        self,
-        *,
-        adapter_slot: _builtins.int = ...,
-        adapter_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "adapter_slot", b"adapter_slot"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AdapterPlacement: _TypeAlias = AdapterPlacement  # noqa: Y015
 
 @_typing.final
 class BlockCopy(_message.Message):
@@ -752,8 +778,8 @@ class SlotRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
-    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     request_id: _builtins.str
     """For logs."""
@@ -763,10 +789,12 @@ class SlotRequest(_message.Message):
     """How many of `token_ids` are the prompt; penalties and prompt log-probabilities depend on it."""
     num_computed_tokens: _builtins.int
     """Leading tokens whose KV is in the blocks: a prefix hit."""
-    adapter_slot: _builtins.int
-    """Adapter slot of the request's LoRA adapter. Unset: the base model."""
     traceparent: _builtins.str
     """W3C trace context of the request. Empty: the request is not traced."""
+    adapter_id: _builtins.int
+    """LoadAdapterRequest.adapter_id of the request's LoRA adapter, which every rank has loaded. 0: the base model.
+    Admitted requests use at most LoraLimits.max_loras different adapters.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and after a preemption or a lost worker the tokens generated before."""
@@ -793,16 +821,14 @@ class SlotRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         blocks: _abc.Iterable[Global___SlotBlocks] | None = ...,
         pooling: _common_pb2.PoolingParams | None = ...,
-        adapter_slot: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
+        adapter_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
-    _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_slot) -> _WhichOneofReturnType__adapter_slot | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotRequest: _TypeAlias = SlotRequest  # noqa: Y015
 
@@ -844,13 +870,16 @@ class Prefill(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     start: _builtins.int
     """Position of the chunk's first token; equals the slot's computed tokens."""
     num_tokens: _builtins.int
-    """Real tokens of the chunk, 1 .. chunk. The rest is padding."""
+    """Real tokens of the chunk, 1 .. bucket. The rest is padding."""
     sample: _builtins.bool
     """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    bucket: _builtins.int
+    """Tokens of the graph: one of ConfigureRequest.prefill_buckets. 0: the largest."""
     def __init__(
         self,
         *,
@@ -858,10 +887,11 @@ class Prefill(_message.Message):
         start: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         sample: _builtins.bool = ...,
+        bucket: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "num_tokens", b"num_tokens", "sample", b"sample", "slot", b"slot", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,6 +1031,7 @@ class WorkerReport(_message.Message):
     GRAMMAR_US_FIELD_NUMBER: _builtins.int
     FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PROCESS_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_PLACEMENTS_FIELD_NUMBER: _builtins.int
     late_graphs: _builtins.int
     """Graphs that were made since the stream began; each made its step wait."""
     grammar_us: _builtins.int
@@ -1009,6 +1040,8 @@ class WorkerReport(_message.Message):
     """Free memory of the device, bytes."""
     process_memory_bytes: _builtins.int
     """Memory of the worker's process on the host, bytes."""
+    adapter_placements: _builtins.int
+    """LoRA adapters that were copied to the device since the stream began."""
     def __init__(
         self,
         *,
@@ -1016,10 +1049,11 @@ class WorkerReport(_message.Message):
         grammar_us: _builtins.int = ...,
         free_memory_bytes: _builtins.int = ...,
         process_memory_bytes: _builtins.int = ...,
+        adapter_placements: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_memory_bytes", b"free_memory_bytes", "grammar_us", b"grammar_us", "late_graphs", b"late_graphs", "process_memory_bytes", b"process_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_placements", b"adapter_placements", "free_memory_bytes", b"free_memory_bytes", "grammar_us", b"grammar_us", "late_graphs", b"late_graphs", "process_memory_bytes", b"process_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1047,8 +1081,8 @@ class SlotOutput(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """This slot alone failed. UNAVAILABLE on an admission: the cache lacks the grammar; compile it and admit
-        again.
+        """This slot alone failed. UNAVAILABLE on an admission: the cache lacks the grammar (`param`
+        "structured_output") or the host lacks the adapter ("adapter_id"); have it there and admit again.
         """
 
     @_builtins.property

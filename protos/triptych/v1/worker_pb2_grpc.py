@@ -109,18 +109,19 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
-        Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
-        UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
+        """Reads a LoRA adapter into the host's memory, so that plans may admit its requests. Steps run meanwhile. A
+        full host forgets the adapter that was used least recently, of those that the call does not name as needed.
+        INVALID_ARGUMENT if the adapter does not fit this model or the settings; NOT_FOUND if the folder is not
+        there; RESOURCE_EXHAUSTED if all adapters of a full host are needed; UNAVAILABLE while a read of the same
+        source hangs that an earlier call has given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
-        adapter takes its place. An unknown id changes nothing.
+        """Frees an adapter's memory on the host, or ends its load. Called on rank 0 only, which frees it on all ranks.
+        An unknown id changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -57,14 +57,15 @@ class WorkerStub:
     Cancelling the call stops the compilation unless another call waits for it.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
-    """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
-    Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
-    UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
+    """Reads a LoRA adapter into the host's memory, so that plans may admit its requests. Steps run meanwhile. A
+    full host forgets the adapter that was used least recently, of those that the call does not name as needed.
+    INVALID_ARGUMENT if the adapter does not fit this model or the settings; NOT_FOUND if the folder is not
+    there; RESOURCE_EXHAUSTED if all adapters of a full host are needed; UNAVAILABLE while a read of the same
+    source hangs that an earlier call has given up.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
-    """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
-    adapter takes its place. An unknown id changes nothing.
+    """Frees an adapter's memory on the host, or ends its load. Called on rank 0 only, which frees it on all ranks.
+    An unknown id changes nothing.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
     """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
@@ -90,14 +91,15 @@ class WorkerAsyncStub(WorkerStub):
     Cancelling the call stops the compilation unless another call waits for it.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
-    Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
-    UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
+    """Reads a LoRA adapter into the host's memory, so that plans may admit its requests. Steps run meanwhile. A
+    full host forgets the adapter that was used least recently, of those that the call does not name as needed.
+    INVALID_ARGUMENT if the adapter does not fit this model or the settings; NOT_FOUND if the folder is not
+    there; RESOURCE_EXHAUSTED if all adapters of a full host are needed; UNAVAILABLE while a read of the same
+    source hangs that an earlier call has given up.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
-    adapter takes its place. An unknown id changes nothing.
+    """Frees an adapter's memory on the host, or ends its load. Called on rank 0 only, which frees it on all ranks.
+    An unknown id changes nothing.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
     """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
@@ -150,10 +152,11 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
-        """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
-        Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
-        UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
+        """Reads a LoRA adapter into the host's memory, so that plans may admit its requests. Steps run meanwhile. A
+        full host forgets the adapter that was used least recently, of those that the call does not name as needed.
+        INVALID_ARGUMENT if the adapter does not fit this model or the settings; NOT_FOUND if the folder is not
+        there; RESOURCE_EXHAUSTED if all adapters of a full host are needed; UNAVAILABLE while a read of the same
+        source hangs that an earlier call has given up.
         """
 
     @_abc_1.abstractmethod
@@ -162,8 +165,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
-        """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
-        adapter takes its place. An unknown id changes nothing.
+        """Frees an adapter's memory on the host, or ends its load. Called on rank 0 only, which frees it on all ranks.
+        An unknown id changes nothing.
         """
 
     @_abc_1.abstractmethod

@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from protos.steps import AdapterPlacement, StepPlan
 from tests.bench.support.gpu_model import BLOCK, Rows, model_folder
 from tests.bench.support.report import parser, report
 from worker_svc.execution.worker import Worker
@@ -81,11 +80,11 @@ def measure(
     A ratio is the median of the ratios of the rounds, in which all modes run one after the other.
     """
     rows = {mode: Rows(worker, batch, CONTEXT) for mode, worker in workers.items()}
-    adapters: dict[str, list[int | None]] = {
-        "off": [None] * batch,
-        "idle": [None] * batch,
-        "one": [0] * batch,
-        "mixed": [None if row % (SLOTS + 1) == SLOTS else row % (SLOTS + 1) for row in range(batch)],
+    adapters = {
+        "off": [0] * batch,
+        "idle": [0] * batch,
+        "one": [1] * batch,
+        "mixed": [(row + 1) % (SLOTS + 1) for row in range(batch)],
     }
     medians: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(rounds + 1):
@@ -120,9 +119,10 @@ def main() -> None:
         assert enabled.adapters is not None
         for slot in range(SLOTS):
             folder = write_adapter(Path(scratch) / f"adapter{slot}", model, slot)
+            enabled.reserve_adapter(slot + 1, ())
             enabled.adapters.load(slot + 1, folder.name, str(folder))
             started = time.perf_counter()
-            enabled.execute(StepPlan(slot + 1, place=[AdapterPlacement(slot, slot + 1)]))
+            enabled.adapters.place(slot + 1)
             figures["place_ms"] = (time.perf_counter() - started) * 1e3
         workers = {mode: without if mode == "off" else enabled for mode in MODES}
         print(f"{'rows':>5}" + "".join(f"{mode:>12}" for mode in MODES) + "  ms a step")

@@ -91,19 +91,19 @@ class Rows:
         self._worker, self._batch, self._context = worker, batch, context
         self._number = 0
 
-    def run(self, adapters: Sequence[int | None], steps: int) -> list[float]:
-        """Returns the seconds of each step of a batch whose rows have these adapter slots."""
+    def run(self, adapters: Sequence[int], steps: int) -> list[float]:
+        """Returns the seconds of each step of a batch whose rows have these adapters; 0 is the base model."""
         width = -(-(self._context + steps + 1) // BLOCK)
         for slot, adapter in enumerate(adapters):
             blocks = {0: tuple(range(1 + slot * width, 1 + (slot + 1) * width))}
             known = tuple(range(100, 100 + self._context))
             request = Admission(
-                slot, known, self._context - 1, sampling_params(temperature=0.0), blocks, adapter_slot=adapter
+                slot, known, self._context - 1, sampling_params(temperature=0.0), blocks, adapter_id=adapter
             )
             self._execute(admit=[request], work=Prefill(slot, self._context - 1, 1, sample=True))
         taken = []
-        for step in range(steps):
-            work = Decode(range(self._batch), [self._context + step] * self._batch, self._batch)
+        work = Decode(range(self._batch), self._batch)
+        for _ in range(steps):
             started = time.perf_counter()
             self._execute(work=work)
             taken.append(time.perf_counter() - started)

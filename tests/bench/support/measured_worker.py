@@ -75,10 +75,10 @@ class MeasuredWorker(Worker):
         self._file = file
         self._steps: list[tuple[int, int, float, float]] = []
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """See the base class."""
         start = time.monotonic()
-        launched = super().launch(plan, leased=leased)
+        launched = super().launch(plan)
         rows = len(plan.work.slots) if isinstance(plan.work, Decode) else 0
         read = launched.read_tokens
         if read is None:
@@ -156,9 +156,8 @@ class NullEngine(Engine[Any, Any]):
             (blocks,),
         )
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Waits for the step's time; a plan without work takes none."""
-        del leased
         until = time.monotonic() + self._step_s
         match plan.work:
             case Decode(slots):
@@ -168,7 +167,7 @@ class NullEngine(Engine[Any, Any]):
             case _:
                 return PendingStep()
         time.sleep(max(0.0, until - time.monotonic()))
-        return PendingStep(read_tokens=lambda: tokens) if tokens else PendingStep()
+        return PendingStep(plan.work, read_tokens=(lambda: tokens) if tokens else None)
 
     def reset(self) -> None:
         """Does nothing: there is no state."""

@@ -36,10 +36,9 @@ class Steps:
         self._groups = range(len(worker.groups))
         self._number = 0
 
-    def _launch(self, *, leased: bool = False, **fields: Any) -> tuple[StepPlan, PendingStep]:
-        self._number += not leased
-        plan = StepPlan(self._number, **fields)
-        return plan, self._worker.launch(plan, leased=leased)
+    def _launch(self, **fields: Any) -> PendingStep:
+        self._number += 1
+        return self._worker.launch(StepPlan(self._number, **fields))
 
     def admit(self, slot: int) -> list[int]:
         """Gives a slot a request and samples its first token."""
@@ -49,33 +48,30 @@ class Steps:
             slot, known, self._context - 1, sampling_params(temperature=0.0), dict.fromkeys(self._groups, ids)
         )
         work = Prefill(slot, self._context - 1, 1, True)
-        plan, launched = self._launch(admit=[admission], work=work)
-        return [token for output in launched.wait(plan.work) for token in output.token_ids]
+        launched = self._launch(admit=[admission], work=work)
+        return [token for output in launched.wait() for token in output.token_ids]
 
     def release(self, slots: Sequence[int]) -> None:
         """Frees slots."""
-        self._launch(release=slots)[1].wait(None)
+        self._launch(release=slots).wait()
 
     def decode(self, batches: Sequence[Sequence[int]], bucket: int, steps: int) -> list[list[int]]:
         """Runs decode steps of each batch in turn, one step ahead of reading; returns the tokens by step."""
-        leases = self._worker.layout.pipeline == 1
-        works = [
-            Decode(batch, [self._context] * len(batch), bucket, steps if leases else 1) for batch in batches
-        ]
-        waiting: list[tuple[Decode, PendingStep]] = []
+        # Rows of a pipeline wait for their step before, which must have been read.
+        ahead = len(batches) + (self._worker.layout.pipeline == 1)
+        works = [Decode(batch, bucket) for batch in batches]
+        waiting: list[PendingStep] = []
         tokens: list[list[int]] = []
 
         def read() -> None:
-            work, launched = waiting.pop(0)
-            tokens.append([token for output in launched.wait(work) for token in output.token_ids])
+            tokens.append([token for output in waiting.pop(0).wait() for token in output.token_ids])
 
-        for step in range(steps):
-            for index, work in enumerate(works):
-                if len(waiting) >= len(batches) + leases:
+        for _ in range(steps):
+            for work in works:
+                if len(waiting) >= ahead:
                     read()
-                waiting.append((work, self._launch(leased=leases and step > 0, work=work)[1]))
-                works[index] = work.next()
-                if not waiting[-1][1].runs_ahead:
+                waiting.append(self._launch(work=work))
+                if not waiting[-1].runs_ahead:
                     while waiting:
                         read()
         while waiting:

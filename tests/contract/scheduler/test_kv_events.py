@@ -12,6 +12,7 @@ from protos.errors import Unavailable
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.kv.sequence import HashChain, seed_key
+from scheduler_svc.settings import Settings
 from tests.support.paths import ROOT
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -31,6 +32,12 @@ pytestmark = pytest.mark.contract
 def replica_id() -> str:
     """The replica id that docs/kv-events.md uses."""
     return "r0"
+
+
+@pytest.fixture
+def settings() -> Settings:
+    """Leaves out generated tokens, so that the keys are those of prompts."""
+    return Settings(cache_generated_tokens=False)
 
 
 PROMPT = list(range(5, 14))

@@ -16,6 +16,7 @@ from protos.errors import (
     Unavailable,
     from_rpc_error,
 )
+from protos.steps import Prefill
 from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2, worker_pb2
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
@@ -98,6 +99,24 @@ async def test_shapes_of_pooling_models_have_no_effect_on_a_generating_model(
             pass
     (entry,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
     assert entry["names"] == ["pool_batch_sizes", "pool_prompt_lens"]
+
+
+@pytest.mark.parametrize("several", [True, False])
+async def test_chunks_run_in_buckets_that_the_worker_announces(several: bool) -> None:
+    """Without the announcement the worker is configured with one size, and the log names the setting."""
+    worker = FakeWorker(default_chunk=16, default_block_size=16, prefill_buckets=several)
+    prompt = list(range(5, 24))
+    with capture_logs() as logs:
+        async with run_scheduler(Settings(prefill_buckets=(4, 16))) as scheduler, joined(scheduler, worker):
+            assert await tokens_of(scheduler, generate_request(prompt)) == expected_tokens(prompt, 8)
+    assert worker.configured is not None
+    assert list(worker.configured.prefill_buckets) == ([4, 16] if several else [16])
+    plans = [worker.plans.get_nowait() for _ in range(worker.plans.qsize())]
+    works = [plan.work for plan in plans if isinstance(plan.work, Prefill)]
+    chunks = [(work.num_tokens, work.bucket) for work in works]
+    assert chunks == [(16, 16), (3, 4 if several else 16)]
+    ignored = [entry["names"] for entry in logs if entry["event"] == "settings_ignored"]
+    assert ignored == ([] if several else [["prefill_buckets"]])
 
 
 async def test_two_workers_share_the_queue() -> None:

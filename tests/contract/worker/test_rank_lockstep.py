@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Collection
 from typing import Any, cast
 
 import grpc.aio
@@ -19,6 +18,7 @@ from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
 from tests.support.waiting import until
 from worker_svc.api import following
+from worker_svc.lora.store import HostAdapter
 from worker_svc.pending_step import PendingStep
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
@@ -37,16 +37,14 @@ def sizes(number: int = 0) -> worker_pb2.ConfigureRequest:
 class Stream:
     """An Execute stream of rank 0 that the client may end at any moment."""
 
-    def __init__(self, servers: RankServers, *, leases: bool) -> None:
-        """Opens nothing yet; `leases` says whether plans may lease steps."""
+    def __init__(self, servers: RankServers) -> None:
+        """Opens nothing yet."""
         self._stub = servers.stubs[0]
-        self._leases = leases
         self._call: Any = None
         self._step = 0
-        # The next position of each slot.
-        self._positions: Counter[int] = Counter()
-        # The slots of plans without a last result, and the positions of their next steps.
-        self._plans: dict[int, dict[int, int]] = {}
+        # The next token of each slot, and the slots of plans without a last result and of their releases.
+        self._tokens: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._plans: dict[int, tuple[list[int], list[int]]] = {}
 
     async def open(self) -> None:
         """Opens the stream once the one before has ended."""
@@ -64,42 +62,39 @@ class Stream:
             return
 
     async def decode(self, generator: random.Random) -> None:
-        """Sends a plan with some slots and a lease."""
+        """Sends a plan with some slots and steps."""
         slots = generator.sample(range(4), generator.randint(1, 4))
-        lease = generator.randint(1, 30) if self._leases else 1
-        while any(slot in places for places in self._plans.values() for slot in slots):
-            await self.read()
-        self._step += 1
-        positions = [self._positions[slot] for slot in slots]
-        self._plans[self._step] = dict(zip(slots, positions, strict=True))
-        work = worker_pb2.Decode(slots=slots, positions=positions, bucket=4, lease_steps=lease)
-        await self._write(worker_pb2.StepPlan(step=self._step, decode=work))
+        work = worker_pb2.Decode(
+            slots=slots, bucket=4, steps=generator.randint(1, 30), steps_per_result=generator.randint(1, 3)
+        )
+        await self._send(slots, decode=work)
 
     async def interrupt(self, release: int) -> None:
-        """Sends a plan that ends a lease and frees a slot."""
-        self._step += 1
-        self._plans[self._step] = {}
-        self._positions[release] += 1000
-        await self._write(worker_pb2.StepPlan(step=self._step, release=[release]))
+        """Sends a plan that ends earlier work and frees a slot."""
+        await self._send([], release=[release], interrupts=True)
 
-    async def place(self, adapter_id: int) -> None:
-        """Sends a plan without work that places an adapter."""
+    async def admit(self, adapter_id: int) -> None:
+        """Sends a plan without work that admits a request of an adapter."""
+        await self._send([], admit=[worker_pb2.SlotRequest(slot=0, adapter_id=adapter_id)])
+
+    async def _send(self, slots: list[int], **fields: Any) -> None:
         self._step += 1
-        self._plans[self._step] = {}
-        placement = worker_pb2.AdapterPlacement(adapter_slot=0, adapter_id=adapter_id)
-        await self._write(worker_pb2.StepPlan(step=self._step, place=[placement]))
+        plan = worker_pb2.StepPlan(step=self._step, **fields)
+        self._plans[self._step] = slots, list(plan.release)
+        await self._write(plan)
 
     async def read(self) -> None:
         """Reads a result, which answers the oldest plan."""
         result = await self._call.read()
         assert isinstance(result, worker_pb2.StepResult)
         assert not result.HasField("error"), result.error
-        step, places = next(iter(self._plans.items()))
-        assert (result.step, list(result.token_ids)) == (step, list(places.values()))
-        for slot, position in places.items():
-            places[slot] += 1
-            if self._positions[slot] == position:  # not released since
-                self._positions[slot] += 1
+        step, (slots, released) = next(iter(self._plans.items()))
+        assert (result.step, len(result.token_ids)) == (step, result.num_steps * len(slots))
+        for slot, token in zip(slots * result.num_steps, result.token_ids, strict=True):
+            assert token == self._tokens[slot]
+            self._tokens[slot] += 1
+        for slot in released:
+            self._tokens.pop(slot, None)
         if result.last:
             del self._plans[step]
 
@@ -122,9 +117,9 @@ class Stream:
             return
 
 
-async def episode(servers: RankServers, generator: random.Random, *, leases: bool) -> None:
-    """Runs a stream that interrupts leases at random moments and ends at one."""
-    stream = Stream(servers, leases=leases)
+async def episode(servers: RankServers, generator: random.Random) -> None:
+    """Runs a stream that interrupts plans at random moments and ends at one."""
+    stream = Stream(servers)
     await stream.open()
     for _ in range(generator.randint(0, 8)):
         match generator.choice(("decode", "decode", "interrupt", "read", "finish")):
@@ -177,7 +172,7 @@ async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
         calls.append(servers.configure_rank(0, sizes(2)))
         gate.set()
         await asyncio.gather(*calls)
-        stream = Stream(servers, leases=False)
+        stream = Stream(servers)
         await stream.open()
         await stream.decode(random.Random(1))
         await stream.read()
@@ -222,10 +217,18 @@ class Hosted:
 
     def __init__(self) -> None:
         self.ids = {1, 2}
-        self.placed: list[int] = []
+        self.found: list[bool] = []
+        """For each admission of a request: whether its adapter was there."""
 
-    def holds(self, adapter_id: int) -> bool:
-        return adapter_id in self.ids
+    def displaced(self, needed: Collection[int]) -> list[int]:
+        return [min(self.ids - set(needed))]
+
+    def reserve(self, adapter_id: int) -> None:
+        """Takes every adapter."""
+
+    def load(self, adapter_id: int, name: str, source: str, revision: str) -> HostAdapter:
+        self.ids.add(adapter_id)
+        return HostAdapter(name, source, 8, "d", {}, 0)
 
     def unload(self, adapter_id: int) -> None:
         self.ids.discard(adapter_id)
@@ -249,119 +252,60 @@ async def hosting(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-async def test_an_adapter_leaves_behind_the_plan_that_places_it(
-    tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["unloaded", "displaced"])
+async def test_an_adapter_leaves_after_the_plans_before(
+    how: str, tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 answers a plan without work at once, when another rank has not run it yet."""
+    """Rank 0 has forgotten it when another rank still has to run the plan that admits a request of it."""
     gate = threading.Event()
     async with hosting(monkeypatch, tensor, pipeline) as (servers, hosts):
         engine: Any = servers.workers[1]._engine
         launch = engine.launch
 
-        def launch_late(plan: StepPlan, *, leased: bool = False) -> PendingStep:
+        def launch_late(plan: StepPlan) -> PendingStep:
             assert gate.wait(20)
-            hosts[1].placed += [one.adapter_id for one in plan.place if hosts[1].holds(one.adapter_id)]
-            return cast("PendingStep", launch(plan, leased=leased))
+            hosts[1].found += [one.adapter_id in hosts[1].ids for one in plan.admit]
+            return cast("PendingStep", launch(plan))
 
         engine.launch = launch_late
-        stream = Stream(servers, leases=False)
+        stream = Stream(servers)
         await stream.open()
-        await stream.place(adapter_id=1)
+        await stream.admit(adapter_id=1)
         await stream.read()
-        request = worker_pb2.UnloadAdapterRequest(adapter_id=1)
-        first, other = (asyncio.ensure_future(stub.UnloadAdapter(request)) for stub in servers.stubs)
-        await first
-        assert (hosts[0].ids, hosts[1].ids, other.done()) == ({2}, {1, 2}, False)
+        loads = []
+        if how == "unloaded":
+            await servers.stubs[0].UnloadAdapter(worker_pb2.UnloadAdapterRequest(adapter_id=1))
+        else:
+            load = worker_pb2.LoadAdapterRequest(adapter_id=3, name="c", source="/c", needed_ids=[2])
+            loads = [asyncio.ensure_future(stub.LoadAdapter(load)) for stub in servers.stubs]
+            assert list((await loads[0]).displaced_ids) == [1]
+        assert 1 not in hosts[0].ids
+        assert 1 in hosts[1].ids
         gate.set()
-        async with asyncio.timeout(20):
-            await other
-        assert (hosts[1].placed, hosts[1].ids) == ([1], {2})
-        await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
+        for other in loads[1:]:
+            assert not (await other).displaced_ids
+        await until(lambda: hosts[1].ids == hosts[0].ids)
+        assert hosts[1].found == [True]
 
 
-async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call takes one announcement, so none is left to drop a copy that is loaded later."""
+async def test_rank_0_alone_unloads_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank would forget the adapter before it has run earlier plans."""
     async with hosting(monkeypatch) as (servers, hosts):
-        hosts[1].ids = {2}  # this rank could not load the other one
-        first, other = unloads(servers)
-        for _ in range(2):
-            early = asyncio.ensure_future(other())
-            # The call has arrived once later ones are answered: rank 0's of another adapter is announced.
-            another = worker_pb2.UnloadAdapterRequest(adapter_id=2)
-            await asyncio.gather(*(stub.UnloadAdapter(another) for stub in servers.stubs))
-            assert not early.done()
-            async with asyncio.timeout(20):
-                await asyncio.gather(first(), early)
-            assert hosts[1].ids == set()
-            hosts[1].ids = {1}
-
-
-def unloads(servers: RankServers) -> list[Any]:
-    """Returns the call that unloads adapter 1 for each rank."""
-    request = worker_pb2.UnloadAdapterRequest(adapter_id=1)
-    return [partial(stub.UnloadAdapter, request) for stub in servers.stubs]
-
-
-async def announced(servers: RankServers) -> None:
-    """Waits until earlier calls have arrived and rank 1 has run what rank 0 announced before."""
-    request = worker_pb2.UnloadAdapterRequest(adapter_id=2)
-    await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
-
-
-@pytest.mark.parametrize("ends", ["cancelled", "same sizes", "other sizes"])
-async def test_an_announcement_without_its_call_ends_no_later_call(
-    ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The call was cancelled before rank 0 announced the unload, or its scheduler is gone."""
-    async with hosting(monkeypatch) as (servers, _):
-        first, other = unloads(servers)
-        if ends == "cancelled":
-            call = other()
-            await announced(servers)
-            call.cancel()
-        await first()
-        await announced(servers)
-        if ends != "cancelled":
-            await servers.configure(sizes(int(ends == "other sizes")))
-        for _ in range(2):
-            later = asyncio.ensure_future(other())
-            await announced(servers)
-            assert not later.done()
-            async with asyncio.timeout(20):
-                await asyncio.gather(first(), later)
-
-
-@pytest.mark.parametrize("ends", ["refused", "cancelled"])
-@pytest.mark.parametrize("number", [0, 1], ids=["same sizes", "other sizes"])
-async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
-    number: int, ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new configuration ends the call, which takes no announcement of the new scheduler."""
-    async with hosting(monkeypatch) as (servers, _):
-        first, other = unloads(servers)
-        early = other()
-        await announced(servers)
-        await servers.configure(sizes(number))
-        async with asyncio.timeout(20):
-            if ends == "cancelled":
-                early.cancel()
-            else:
-                with pytest.raises(grpc.aio.AioRpcError, match="configured this worker") as caught:
-                    await early
-                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            for _ in range(2):
-                await asyncio.gather(other(), first())
+        request = worker_pb2.UnloadAdapterRequest(adapter_id=1)
+        with pytest.raises(grpc.aio.AioRpcError, match="rank 0 unloads adapters"):
+            await servers.stubs[1].UnloadAdapter(request)
+        assert hosts[1].ids == {1, 2}
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""
+    """Plans interrupt others, streams are cancelled in the middle, and ranks get other configurations."""
     generator = random.Random(11)
     async with rank_servers(tensor, pipeline, monkeypatch) as servers:
         number = 0
         await servers.configure(sizes())
         for _ in range(200):
-            await episode(servers, generator, leases=pipeline == 1)
+            await episode(servers, generator)
             if generator.random() < 0.4:
                 number += generator.randrange(2)
                 if generator.random() < 0.3:
@@ -371,9 +315,10 @@ async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch:
                     number += generator.randrange(2)
                 await servers.configure(sizes(number))
         # This stream's first plan runs behind the last one's reset.
-        await Stream(servers, leases=False).open()
+        await Stream(servers).open()
         await asyncio.to_thread(servers.ranks.compare)
         assert servers.reasons == []
         done = servers.ranks.logs[0]
         assert {"reset", "release"} <= {what for what in done if isinstance(what, str)}
-        assert any(isinstance(what, tuple) and what[1] for what in done) == (pipeline == 1), "leased steps"
+        plans = Counter(what[0] for what in done if isinstance(what, tuple))
+        assert max(plans.values()) > 1, "several steps of a plan"

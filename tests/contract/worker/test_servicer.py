@@ -111,7 +111,7 @@ async def refusal(call: Any) -> TriptychError:
 
 
 def decode(step: int) -> worker_pb2.StepPlan:
-    return worker_pb2.StepPlan(step=step, decode=worker_pb2.Decode(slots=[0], positions=[3], bucket=1))
+    return worker_pb2.StepPlan(step=step, release=[0], decode=worker_pb2.Decode(slots=[0], bucket=1))
 
 
 class Hanging:
@@ -163,7 +163,7 @@ async def test_adapters_that_hang_hold_no_other_call_up(stub: Any, adapters: Han
 
 
 class Loading:
-    """Adapters that are trained on the base models that their names say."""
+    """Adapters that are trained on the base models that their names say; each takes the place of another."""
 
     def load(self, adapter_id: int, name: str, source: str, revision: str) -> HostAdapter:
         return HostAdapter(name, source, 8, "d", {}, 0, base_model=name)
@@ -175,7 +175,8 @@ async def test_an_adapter_of_another_base_is_served_with_one_warning(stub: Any, 
     with capture_logs() as logs:
         for name in ("org/m", "/models/M", "org/other", "org/other"):
             request = worker_pb2.LoadAdapterRequest(adapter_id=1, name=name, source=f"/adapters/{name}")
-            assert (await stub.LoadAdapter(request)).rank == 8
+            answer = await stub.LoadAdapter(request)
+            assert (answer.rank, list(answer.displaced_ids)) == (8, [7])
     (warning,) = (line for line in logs if line["log_level"] == "warning")
     assert warning["event"] == "adapter_of_another_base"
     assert (warning["base_model"], warning["model"]) == ("org/other", "m")

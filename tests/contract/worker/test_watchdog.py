@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 SIZES = worker_pb2.ConfigureRequest(
     max_model_len=32, max_num_seqs=1, chunk=8, block_size=8, decode_buckets=[1], num_blocks=[5]
 )
-DECODE = worker_pb2.StepPlan(step=1, decode=worker_pb2.Decode(slots=[0], positions=[3], bucket=1))
+DECODE = worker_pb2.StepPlan(step=1, release=[0], decode=worker_pb2.Decode(slots=[0], bucket=1))
 
 
 class Process:

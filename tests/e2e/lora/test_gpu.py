@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from protos.steps import AdapterPlacement
 from tests.bench.lora.step_cost import RANK, write_adapter
 from tests.support import tiny_models
 from tests.support.reference import Reference
@@ -54,12 +53,10 @@ def test_a_mixed_batch_in_captured_graphs(tmp_path: Path, level: int) -> None:
         load(base, "float32", device=device, lora=LIMITS), max_num_seqs=8, decode_buckets=(1, 8), max_model_len=512,
         device=device, level=level,
     )  # fmt: skip
-    assert harness.adapters is not None
     for number, path in enumerate(adapters):
-        harness.adapters.load(number + 1, path.name, str(path))
-        harness.run(place=[AdapterPlacement(number, number + 1)])
+        harness.load_adapter(number + 1, path)
     results = [
-        [harness.prefill(slot, prompt, adapter_slot=adapter)]
+        [harness.prefill(slot, prompt, adapter_id=0 if adapter is None else adapter + 1)]
         for slot, (prompt, adapter) in enumerate(zip(PROMPTS, MIX, strict=True))
     ]
     for _ in range(8):
@@ -69,8 +66,11 @@ def test_a_mixed_batch_in_captured_graphs(tmp_path: Path, level: int) -> None:
         assert references[adapter].greedy_mismatch(prompt, tokens_of(result)) == ""
     assert references[None].greedy_mismatch(PROMPTS[0], tokens_of(results[0]))  # the adapters change answers
     harness.release(range(len(PROMPTS)))
-    harness.run(place=[AdapterPlacement(0, 2)])
-    tokens = tokens_of([harness.prefill(0, PROMPTS[0], adapter_slot=0)])
+    for adapter_id in (3, 4):  # in the slots of the others
+        harness.load_adapter(adapter_id, adapters[1])
+        harness.prefill(1, PROMPTS[0], adapter_id=adapter_id)
+        harness.release([1])
+    tokens = tokens_of([harness.prefill(0, PROMPTS[0], adapter_id=4)])
     for _ in range(5):
         tokens += tokens_of(harness.decode([0]))
     assert references[1].greedy_mismatch(PROMPTS[0], tokens) == ""

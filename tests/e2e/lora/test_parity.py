@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos.errors import Internal
-from protos.steps import AdapterPlacement, Decode, Prefill
+from protos.errors import Unavailable
+from protos.steps import Decode, Prefill
 from tests.support import tiny_models
 from tests.support.worker.harness import Harness, load, tokens_of
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
@@ -50,13 +50,14 @@ class _Model:
         ]
 
     def harness(self, backend: Backend = "compiled") -> Harness:
-        """A runner with every adapter in the slot of its id."""
+        """A runner with every adapter on its host."""
         model = load(self.folder, "float32", compiled=backend != "eager", lora=LIMITS)
-        harness = Harness(model, max_num_seqs=8, decode_buckets=(1, 2, 8), max_model_len=512, backend=backend)
-        assert harness.adapters is not None
+        harness = Harness(
+            model, max_num_seqs=8, decode_buckets=(1, 2, 8), max_model_len=512, backend=backend,
+            prefill_buckets=(32, 128),
+        )  # fmt: skip
         for name, path in self.adapters.items():
-            harness.adapters.load(IDS[name], name, str(path))
-        harness.run(place=[AdapterPlacement(IDS[name] - 1, IDS[name]) for name in SPECS])
+            harness.load_adapter(IDS[name], path)
         return harness
 
     def check(self, adapters: Sequence[str | None], tokens: Sequence[Sequence[int]]) -> None:
@@ -79,14 +80,14 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> _Model:
     return _Model(loader.fetch("smollm2"), tmp_path_factory.mktemp("smollm2"))
 
 
-def _slot(adapter: str | None) -> int | None:
-    return None if adapter is None else IDS[adapter] - 1
+def _id(adapter: str | None) -> int:
+    return 0 if adapter is None else IDS[adapter]
 
 
 def _generate(harness: Harness, model: _Model, adapters: Sequence[str | None], steps: int) -> list[list[int]]:
     """Generates for the first prompts in one decode batch, each with its adapter."""
     results = [
-        [harness.prefill(slot, prompt, adapter_slot=_slot(adapter))]
+        [harness.prefill(slot, prompt, adapter_id=_id(adapter))]
         for slot, (prompt, adapter) in enumerate(zip(model.prompts, adapters, strict=False))
     ]
     slots = range(len(results))
@@ -122,17 +123,18 @@ def test_smollm_equals_peft(smollm: _Model) -> None:
 
 
 def test_after_preemption_and_replay(qwen: _Model) -> None:
-    """A request that is admitted again with the tokens it has goes on as PEFT does, also in another slot."""
+    """A request that is admitted again with its tokens goes on as PEFT does, its adapter in another slot."""
     harness = qwen.harness()
     prompt = qwen.prompts[1]
-    tokens = tokens_of([harness.prefill(0, prompt, adapter_slot=_slot("patterns"))])
+    tokens = tokens_of([harness.prefill(0, prompt, adapter_id=IDS["patterns"])])
     for _ in range(3):
         tokens += tokens_of(harness.decode([0]))
     harness.release([0])
-    harness.run(place=[AdapterPlacement(0, IDS["patterns"])])
-    tokens += tokens_of([
-        harness.prefill(5, [*prompt, *tokens], adapter_slot=0, num_prompt_tokens=len(prompt))
-    ])  # fmt: skip
+    assert harness.adapters is not None
+    harness.adapters.forget_slots()
+    harness.prefill(0, prompt, adapter_id=IDS["all"])
+    again = harness.prefill(5, [*prompt, *tokens], adapter_id=IDS["patterns"], num_prompt_tokens=len(prompt))
+    tokens += tokens_of([again])
     for _ in range(4):
         tokens += tokens_of(harness.decode([5]))
     assert not qwen.reference.mismatch("patterns", prompt, tokens)
@@ -142,45 +144,33 @@ def test_after_unload_and_reload(qwen: _Model) -> None:
     """A slot holds nothing of the adapter before, and an adapter that is loaded again is the same."""
     harness = qwen.harness()
     assert harness.adapters is not None
+    _generate(harness, qwen, ("all", "patterns", "stable"), 1)
     harness.adapters.unload(IDS["all"])
-    with pytest.raises(Internal, match="places adapter 1, which is not on the host"):
-        harness.run(place=[AdapterPlacement(1, IDS["all"])])
-    harness.run(place=[AdapterPlacement(0, IDS["stable"])])  # over "all", which has more layers
-    tokens = tokens_of([harness.prefill(0, qwen.prompts[0], adapter_slot=0)])
+    harness.load_adapter(9, qwen.adapters["stable"])
+    tokens = tokens_of(
+        [harness.prefill(0, qwen.prompts[0], adapter_id=9)]
+    )  # over "all", which has more layers
     for _ in range(5):
         tokens += tokens_of(harness.decode([0]))
     assert not qwen.reference.mismatch("stable", qwen.prompts[0], tokens)
+    (output,) = harness.run(
+        admit=[harness.admit(2, [5, 6], adapter_id=IDS["all"])], work=Prefill(2, 0, 2, sample=True)
+    )
+    assert isinstance(output.error, Unavailable)
+    assert output.error.param == "adapter_id"
     harness.release([0])
-    harness.adapters.load(9, "all", str(qwen.adapters["all"]))
-    harness.run(place=[AdapterPlacement(0, 9)])
+    harness.load_adapter(IDS["all"], qwen.adapters["all"])
     qwen.check(("all",), _generate(harness, qwen, ("all",), 6))
 
 
-def test_contradictions_are_refused(qwen: _Model) -> None:
-    """Plans cannot place an adapter under a request, nor admit a request to an empty slot."""
+def test_decode_steps_keep_their_adapters(qwen: _Model) -> None:
+    """They run with the rows' adapters, and a batch without them runs the graph without them."""
     harness = qwen.harness()
-    harness.prefill(0, qwen.prompts[0], adapter_slot=1)
-    with pytest.raises(Internal, match="slot 1, which a request uses"):
-        harness.run(place=[AdapterPlacement(1, IDS["all"])])
-    with pytest.raises(Internal, match="there are 3 slots"):
-        harness.run(place=[AdapterPlacement(3, IDS["all"])])
-    assert harness.adapters is not None
-    harness.runner.reset()
-    (output,) = harness.run(
-        admit=[harness.admit(2, [5, 6], adapter_slot=1)], work=Prefill(2, 0, 2, sample=True)
-    )
-    assert output.error is not None
-    assert "adapter slot 1, which is empty" in output.error.message
-
-
-def test_a_lease_keeps_its_adapters(qwen: _Model) -> None:
-    """Steps of a lease run with the rows' adapters, and a batch without them runs the graph without them."""
-    harness = qwen.harness()
-    harness.prefill(0, qwen.prompts[0], adapter_slot=0)
+    harness.prefill(0, qwen.prompts[0], adapter_id=1)
     harness.prefill(1, qwen.prompts[3])
     assert harness.runner._batch.has_adapters([0, 1])
     assert not harness.runner._batch.has_adapters([1])
-    plan = Decode([1], [len(qwen.prompts[3])], 1)
+    plan = Decode([1], 1)
     alone = harness.runner._steps.decode_step(1, adapters=False)
     adapted = harness.runner._steps.decode_step(1, adapters=True)
     assert alone is not adapted

@@ -53,7 +53,7 @@ def run(folder: Path, dtype: Dtype, windows: str, backend: Backend, *, garbage: 
     kind = GroupKind.IN_PLACE_WINDOW if windows == "in_place" else GroupKind.PAGED_WINDOW
     harness = Harness(
         load(folder, dtype), max_model_len=512, block_size=512 if windows == "in_place" else 128,
-        decode_buckets=BUCKETS, window_kind=kind, backend=backend,
+        decode_buckets=BUCKETS, window_kind=kind, backend=backend, prefill_buckets=(64, 128),
     )  # fmt: skip
     if garbage:
         for cache in harness.runner.cache.by_layer().values():

@@ -125,8 +125,8 @@ async def read(steps: Steps) -> worker_pb2.StepResult:
     return result
 
 
-def decode_at(slot: int, position: int) -> worker_pb2.Decode:
-    return worker_pb2.Decode(slots=[slot], positions=[position], bucket=1)
+def decode(slot: int, **fields: int) -> worker_pb2.Decode:
+    return worker_pb2.Decode(slots=[slot], bucket=1, **fields)
 
 
 def prefill(slot: int, start: int, count: int) -> worker_pb2.Prefill:
@@ -211,29 +211,25 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
     assert result.step == 1
     assert result.last
     assert tokens(result) == {1: PARIS[:1]}
-    decode = worker_pb2.Decode(slots=[1], positions=[5], bucket=2)
-    assert tokens(await run(steps, step=2, decode=decode)) == {1: PARIS[1:]}
+    wide = worker_pb2.Decode(slots=[1], bucket=2)
+    assert tokens(await run(steps, step=2, decode=wide)) == {1: PARIS[1:]}
     assert tokens(await run(steps, step=3, release=[1])) == {}
 
 
-async def test_leased_steps_run_in_a_row(steps: Steps) -> None:
-    """A lease gives one result per step, the tokens of single plans, and no more steps than it allows."""
+async def test_steps_run_in_a_row(steps: Steps) -> None:
+    """A plan of several steps gives the tokens of single plans, as many steps to a result as it asks for."""
     await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
-    apart = [tokens(await run(steps, step=2 + at, decode=decode_at(1, 5 + at)))[1][0] for at in range(5)]
+    apart = [tokens(await run(steps, step=2 + at, decode=decode(1)))[1][0] for at in range(5)]
     await run(steps, step=8, release=[1], admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
-    leased = decode_at(2, 5)
-    leased.lease_steps = 5
-    results = [await run(steps, step=9, decode=leased)]
-    results += [await read(steps) for _ in range(4)]
-    assert [result.lease_index for result in results] == [0, 1, 2, 3, 4]
-    assert [result.last for result in results] == [False] * 4 + [True]
-    assert [result.token_ids[0] for result in results] == apart
+    await steps.write(worker_pb2.StepPlan(step=9, decode=decode(2, steps=5, steps_per_result=2)))
+    results = [await read(steps) for _ in range(3)]
+    assert [(result.num_steps, result.last) for result in results] == [(2, False), (2, False), (1, True)]
+    assert [token for result in results for token in result.token_ids] == apart
 
 
 async def test_a_bad_plan_fails_alone(steps: Steps) -> None:
     """A bad step gets a typed error, and the next one runs."""
-    decode = worker_pb2.Decode(slots=[2], positions=[0], bucket=1)
-    result = await run(steps, step=1, decode=decode)
+    result = await run(steps, step=1, decode=decode(2))
     assert result.error.code == common_pb2.ERROR_CODE_INTERNAL
     assert "slot 2" in result.error.message
     result = await run(steps, step=2, admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))

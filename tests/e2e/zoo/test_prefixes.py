@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from protos.steps import GroupKind
 from protos.triptych.v1 import common_pb2
@@ -10,6 +11,7 @@ from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.worker.harness import load
 from tests.support.zoo import families
+from worker_svc.devices.cpu.kernels.ops import product_kernels
 
 pytestmark = [
     pytest.mark.e2e,
@@ -52,3 +54,28 @@ def test_a_prefix_is_reused_and_nothing_changes(
             answers[caching].append((sink.tokens, logprobs))
     assert answers[True] == answers[False]
     assert len(set(answers[True][1][0])) > 1
+
+
+@pytest.mark.skipif(product_kernels(torch.bfloat16) is None, reason="our kernels do not run here")
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_a_conversation_reuses_what_was_said_and_nothing_changes(family: str, tmp_path: Path) -> None:
+    """With exact chunks, a hit ends inside an answer, in the middle of a block, and costs no bit."""
+    model = load(families.write(family, tmp_path), "bfloat16")
+    answers: dict[bool, list[tuple[list[int], list[common_pb2.TokenLogprobs]]]] = {}
+    for caching in (True, False):
+        replica = LocalReplica(model, caching=caching, exact=True)
+        history = [3 + (i * i * 31 + i * 17) % 250 for i in range(500)]
+        answers[caching] = []
+        for turn in range(4):
+            sink = ListSink()
+            replica.submit(history, sink, num_tokens=45, logprobs=3)
+            while replica.step():
+                replica.scheduler.kv.check_integrity()
+            said = sink.tokens
+            assert sink.events[-1].error is None
+            # The last token of the last answer was not computed.
+            known = len(history) - 24 if turn else 0
+            assert sink.events[0].num_cached_tokens == (known // 32 * 32 if caching else 0)
+            answers[caching].append((said, [entry for event in sink.events for entry in event.logprobs]))
+            history = [*history, *said, *(7 + (i * (turn + 11)) % 240 for i in range(23))]
+    assert answers[True] == answers[False]

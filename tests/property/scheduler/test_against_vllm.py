@@ -3,22 +3,23 @@
 Both are driven as their schedulers drive them: look up, allocate, prefill in chunks, decode token by token,
 free. The rules are the same up to these differences, which decide whether a test says "equal" or "at least":
 
-- vLLM finds whole blocks, ours whole chunks. With chunk == block, hits are equal. With chunk < block, ours
-  also finds the beginning of a block that vLLM computes again: at least. With chunk > block, ours resumes
-  only at chunk boundaries, so that a hit gives the bits of a miss; that rule has no counterpart and is not
-  compared. - vLLM indexes generated tokens; ours does so with ``cache_generated``, as here. vLLM indexes a
-  block when it schedules the step that fills it, ours when that step is done; here no request looks while a
-  step runs. - Both recompute the last token, and several groups agree on a hit at the same block size. EAGLE
-  is off. - Both evict the least recently used content, and the end of a sequence before its beginning. With
-  one KV group and equal pools, hits are therefore equal under eviction, too. Ours allocates the block of the
-  first generated token at admission, vLLM a step later; requests here generate at least two tokens to hide
-  that. - vLLM frees blocks behind a window at every step, ours when a sequence takes its next block. Both
-  happen at the same step if the window without its last token is whole blocks; only such windows are compared
-  under eviction. - vLLM's KV groups share one pool; ours have one each, here as large as vLLM's. Their
-  histories are the same only until the first hit that differs: ours must be longer there. Later a single hit
-  may be shorter, because ours only read content that vLLM computed again, which changes the order of
-  eviction. The sum of hits may not be smaller. - Live requests always fit in both, so evictions take only
-  cached content.
+- vLLM finds whole blocks, ours whole chunks, or with exact chunks multiples of a few tokens. Where these
+  are blocks, hits are equal. Where they are parts of a block, ours also finds the beginning of a block that
+  vLLM computes again: at least. Whole chunks larger than a block have no counterpart and are not compared.
+- vLLM indexes generated tokens; ours does so with ``cache_generated``, as here. vLLM indexes a block when
+  it schedules the step that fills it, ours when that step is done; here no request looks while a step runs.
+- Both recompute the last token, and several groups agree on a hit at the same block size. EAGLE is off.
+- Both evict the least recently used content, and the end of a sequence before its beginning. With one KV
+  group and equal pools, hits are therefore equal under eviction, too. Ours allocates the block of the first
+  generated token at admission, vLLM a step later; requests here generate at least two tokens to hide that.
+- vLLM frees blocks behind a window at every step, ours when a sequence takes its next block. Both happen at
+  the same step if the window without its last token is whole blocks; only such windows are compared under
+  eviction.
+- vLLM's KV groups share one pool; ours have one each, here as large as vLLM's. Their histories are the same
+  only until the first hit that differs: ours must be longer there. Later a single hit may be shorter,
+  because ours only read content that vLLM computed again, which changes the order of eviction. The sum of
+  hits may not be smaller.
+- Live requests always fit in both, so evictions take only cached content.
 """
 
 import itertools
@@ -31,12 +32,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protos.steps import GroupKind
-from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
+from scheduler_svc.kv.cache import CacheOptions
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler import vllm_peer
-from tests.support.scheduler.factories import make_sequence
+from tests.support.scheduler.kv_cache_driver import KvCacheDriver
 
 pytestmark = pytest.mark.property
 
@@ -60,73 +59,6 @@ class Cache(Protocol):
 
     def free(self, request_id: str) -> None:
         """Ends a request."""
-
-
-class OurCache:
-    """Our KvCache, driven as a ReplicaScheduler drives it."""
-
-    def __init__(self, windows: Sequence[int | None], num_blocks: int, chunk: int) -> None:
-        shapes = ShapeConfig(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
-        groups = [
-            KvGroup(GroupKind.FULL) if window is None else KvGroup(GroupKind.PAGED_WINDOW, window)
-            for window in windows
-        ]
-        self._chunk = chunk
-        self._sequences: dict[str, SequenceKv] = {}
-        self.kv = KvCache(shapes, groups, [num_blocks] * len(groups), model="m",
-                          options=CacheOptions(cache_generated=True))  # fmt: skip
-
-    def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:
-        """Prefills a request."""
-        sequence = make_sequence(token_ids, cache_salt=cache_salt)
-        if not self.kv.admit(sequence):
-            return None
-        self._run_copies()
-        hit = sequence.num_computed
-        while sequence.num_computed < len(token_ids):
-            if not self._prefill(sequence, min(self._chunk, len(token_ids) - sequence.num_computed)):
-                return None
-        self._sequences[request_id] = sequence
-        return hit
-
-    def append(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Generates tokens."""
-        sequence = self._sequences[request_id]
-        for token in token_ids:
-            if sequence.num_computed < len(sequence.token_ids):
-                if self._is_full(sequence) and not self._grow(sequence, 1):
-                    return False
-                sequence.num_computed += 1
-                if self._is_full(sequence):
-                    self.kv.prefixes.index_decoded(sequence)
-            sequence.token_ids.append(token)
-            sequence.num_uncomputed += 1
-        return True
-
-    def free(self, request_id: str) -> None:
-        """Ends a request."""
-        sequence = self._sequences.pop(request_id)
-        self.kv.prefixes.index_decoded(sequence)
-        self.kv.release(sequence)
-        self.kv.check_integrity()
-
-    def _prefill(self, sequence: SequenceKv, count: int) -> bool:
-        start, end = sequence.num_computed, sequence.num_computed + count
-        if not self._grow(sequence, count):
-            return False
-        self.kv.prefixes.index_chunk(sequence, start, end)
-        sequence.num_computed = end
-        self._run_copies()
-        return True
-
-    def _is_full(self, sequence: SequenceKv) -> bool:
-        return sequence.num_computed >= self.kv.capacity(sequence, MAX_LEN)
-
-    def _grow(self, sequence: SequenceKv, count: int) -> bool:
-        return self.kv.grow(sequence, sequence.num_computed + count) is not None
-
-    def _run_copies(self) -> None:
-        self.kv.settle_copies(self.kv.copies.take())
 
 
 @dataclass(frozen=True)
@@ -155,6 +87,10 @@ TURNS = st.lists(
     min_size=4, max_size=24,
 )  # fmt: skip
 SYSTEM_PROMPTS = ([11] * 21, [12] * 32, [11] * 16 + [13] * 24)
+
+
+def _shapes(chunk: int) -> ShapeConfig:
+    return ShapeConfig(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
 
 
 def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
@@ -188,13 +124,14 @@ def play(turns: Sequence[Turn], *caches: Cache) -> list[tuple[int, ...]]:
 
 
 def compare(
-    turns: Sequence[Turn], windows: Sequence[int | None], *, chunk: int = BLOCK, blocks: int = AMPLE
-) -> list[tuple[int, ...]]:
+    turns: Sequence[Turn], windows: Sequence[int | None], *, chunk: int = BLOCK, blocks: int = AMPLE,
+    options: CacheOptions = CacheOptions(cache_generated=True),  # noqa: B008 - immutable
+) -> list[tuple[int, ...]]:  # fmt: skip
     """Returns (ours, vLLM's) per request; ``blocks`` is the size of each of our pools and of vLLM's pool."""
     theirs = vllm_peer.KvCachePeer(
         windows, num_blocks=blocks, block_size=BLOCK, max_model_len=MAX_LEN, chunk=chunk
     )
-    return play(turns, OurCache(windows, blocks, chunk), theirs)
+    return play(turns, KvCacheDriver(windows, _shapes(chunk), blocks, options), theirs)
 
 
 def random_turns(seed: int, count: int) -> list[Turn]:
@@ -292,6 +229,22 @@ def test_chunks_smaller_than_blocks_find_more(
 ) -> None:
     """Room for everything: each hit is at least vLLM's, and longer by less than a block."""
     assert all(theirs <= ours < theirs + BLOCK for ours, theirs in compare(turns, windows, chunk=chunk))
+
+
+@examples
+@given(
+    turns=TURNS,
+    chunk=st.sampled_from((2, 8, 32)),
+    finest=st.sampled_from((2, 4, 8)),
+    windows=st.sampled_from(((None,), (9,), (None, 12), (None, 5, 33))),
+)
+def test_exact_chunks_find_more_at_any_size(
+    turns: list[Turn], chunk: int, finest: int, windows: tuple[int | None, ...]
+) -> None:
+    """Hits end inside chunks and blocks: each is at least vLLM's, and longer by less than a block."""
+    options = CacheOptions(cache_generated=True, chunk_starts="exact", finest_hit=finest)
+    hits = compare(turns, windows, chunk=chunk, options=options)
+    assert all(theirs <= ours < theirs + BLOCK for ours, theirs in hits)
 
 
 @examples

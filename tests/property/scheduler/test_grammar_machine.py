@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
+from scheduler_svc.dispatch import grammar_queue
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.rules import Turns
@@ -47,9 +49,11 @@ class GrammarMachine(RuleBasedStateMachine):
             st.lists(st.integers(12, 30), min_size=1, max_size=2),
             st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
         ),
-        lease=st.sampled_from([1, 4]), ahead=st.booleans(),
+        lease=st.sampled_from([1, 4]), ahead=st.booleans(), most_open=st.sampled_from([1, 16]),
     )  # fmt: skip
-    def start(self, slots: int, blocks: list[int], lease: int, ahead: bool) -> None:
+    def start(self, slots: int, blocks: list[int], lease: int, ahead: bool, most_open: int) -> None:
+        self.patch = patch.object(grammar_queue, "MAX_OPEN", most_open)
+        self.patch.start()
         buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
         self.shapes = make_shapes(max_model_len=40, max_num_seqs=slots, buckets=buckets)
         self.rig: Rig = make_rig(self.shapes)
@@ -175,7 +179,8 @@ class GrammarMachine(RuleBasedStateMachine):
                 "queued although no replica has its grammar"
             )
         for entry in queue._entries.values():
-            assert entry.ready or entry.asked or not entry.waiting, "no replica was asked"
+            assert entry.ready or entry.asked or not entry.waiting or not entry.opened, "no replica was asked"
+        assert bool(queue._open) or not any(queue._first(tenant) for tenant in list(queue._line))
         self.engine.dispatch()
         for name, (scheduler, *_) in self.replicas.items():
             if scheduler.idle:
@@ -189,6 +194,12 @@ class GrammarMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "replicas"):
             return
+        try:
+            self.finish()
+        finally:
+            self.patch.stop()
+
+    def finish(self) -> None:
         while sum(self.run_step(name) for name in NAMES) or self.asked:
             if self.asked:
                 self.engine.grammar_compiled(*self.asked.pop(0))
@@ -208,7 +219,7 @@ class GrammarMachine(RuleBasedStateMachine):
                 assert mine[-1].finish_reason is FinishReason.ABORT or tokens == wanted
         assert not self.engine._live
         assert not self.engine._live._groups
-        assert self.engine.grammars.idle
+        assert not self.engine.grammars._entries
         assert not self.engine.num_waiting
         for scheduler, *_ in self.replicas.values():
             for group in scheduler.kv.groups:

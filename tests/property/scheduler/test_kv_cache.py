@@ -13,7 +13,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.steps import GroupKind
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.kv.sequence import SequenceKv
@@ -59,16 +59,17 @@ class KvCacheMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), groups=MIXES, room=st.integers(0, 14),
         sub_block=st.booleans(), generated=st.booleans(), ends=st.booleans(),
-        copies=st.sampled_from([True, True, False]),
+        copies=st.sampled_from([True, True, False]), starts=st.sampled_from(["whole", "anywhere", "exact"]),
+        finest=st.sampled_from([1, 2, 4]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, groups: tuple[KvGroup, ...], room: int, sub_block: bool, generated: bool, ends: bool,
-        copies: bool,
+        copies: bool, starts: ChunkStarts, finest: int,
     ) -> None:  # fmt: skip
         self.shapes: ShapeConfig = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.groups = groups
-        self.options = CacheOptions(True, sub_block, generated, copies)
+        self.options = CacheOptions(True, sub_block, generated, copies, starts, finest)
         self.keep = KeepEnds if ends else KeepJunctions
         # Room for the longest sequence and a little more: memory is short.
         self.num_blocks = [MAX_LEN // block + 1 + room] * len(groups)
@@ -80,13 +81,17 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.kv = KvCache(
             self.shapes, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
         )
-        hash_block_size = self.shapes.hash_block_size
-        unit = (
-            self.shapes.chunk
-            if self.options.sub_block and self.options.copies_blocks
-            else max(self.shapes.chunk, self.shapes.block_size)
-        )
-        self.model = KvModel(self.shapes, self.groups, unit // hash_block_size)
+        slides = any(group.kind is GroupKind.IN_PLACE_WINDOW for group in self.groups)
+        units = {
+            "whole": self.shapes.chunk,
+            "anywhere": min(self.shapes.chunk_sizes),
+            "exact": min(self.options.finest_hit, self.shapes.block_size),
+        }
+        self.unit = units["whole" if slides else self.options.chunk_starts]
+        if not (self.options.sub_block and self.options.copies_blocks):
+            self.unit = max(self.unit, self.shapes.block_size)
+        hash_block_size = min(self.unit, self.shapes.block_size)
+        self.model = KvModel(self.shapes, self.groups, hash_block_size, self.unit // hash_block_size)
         self.running: list[SequenceKv] = []
         self.decoding: set[SequenceKv] = set()
         self.fresh: list[SequenceKv] = []
@@ -121,8 +126,8 @@ class KvCacheMachine(RuleBasedStateMachine):
     def admit(self, sequence: SequenceKv) -> None:
         hit = self.model.longest_hit(sequence)
         hash_block_size, per_block = (
-            self.shapes.hash_block_size,
-            self.shapes.block_size // self.shapes.hash_block_size,
+            self.model.hash_block_size,
+            self.shapes.block_size // self.model.hash_block_size,
         )
         assert self.kv.prefixes.peek(sequence) == hit * hash_block_size, "the longest hit of all groups"
         free = [group.pool.num_free for group in self.kv.groups]
@@ -177,7 +182,9 @@ class KvCacheMachine(RuleBasedStateMachine):
         copied = not self.kv.copies.waits_for(sequence)
         if self.options.cache_generated and copied and self.indexes(sequence):
             self.model.publish(
-                sequence, max(0, sequence.num_computed - self.shapes.block_size), sequence.num_computed
+                sequence,
+                max(0, sequence.num_computed - max(self.unit, self.shapes.block_size)),
+                sequence.num_computed,
             )
 
     @precondition(lambda self: self.running and len(self.running) < 6)
@@ -263,11 +270,11 @@ class KvCacheMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         start, end = flight.start, flight.end
-        whole = flight.chunk and start % self.shapes.chunk == 0 and end - start == self.shapes.chunk
         if flight.chunk:
             self.kv.prefixes.index_chunk(sequence, start, end)
-            if (whole or self.options.cache_generated) and self.indexes(sequence):
-                self.model.publish(sequence, start, end)
+            aligned = start % min(self.unit, self.shapes.chunk) == 0
+            if (aligned or self.options.cache_generated) and self.indexes(sequence):
+                self.model.publish(sequence, start - start % self.unit, end)
             self.note_windows(sequence, end)
         sequence.num_computed = end
         if end == len(sequence.token_ids):
@@ -284,7 +291,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         for entry in self.kv.copies.entries:
             if entry.key is not None and id(entry) not in self.unsent:
                 assert entry.source is sequence.tables[entry.group_id].blocks[0]
-                assert end % (self.model.hit_stride * self.shapes.hash_block_size) == 0, (
+                assert end % (self.model.hit_stride * self.model.hash_block_size) == 0, (
                     "windows are kept where hits may end"
                 )
                 self.unsent[id(entry)] = context, self.resets
@@ -320,7 +327,9 @@ class KvCacheMachine(RuleBasedStateMachine):
             self.model.copy(copy)
         self.grant()
         for other in self.running:
-            self.model.check_sequence(other, exact=not self.options.cache_generated)
+            # With exact chunks, all content is.
+            aligned = self.unit % self.shapes.chunk == 0
+            self.model.check_sequence(other, exact=aligned and not self.options.cache_generated)
         self.check_alone(sequence, start, end)
         self.model.write(sequence, start, end, chunk=not decode)
         self.flight = Flight(sequence, start, end, not decode, copies, windows)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.errors import InvalidArgument
 from protos.steps import GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockPool
+from scheduler_svc.kv.cache import ChunkStarts
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
@@ -173,11 +174,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 4, 9]), jump=st.sampled_from([0, 1, 3, 7]),
         streams=st.integers(0, 2), losses=st.integers(1, 3), depth=st.sampled_from([None, None, 1, 2, 5]), plans=st.integers(1, 20), lag=st.integers(0, 3),
         dispatches=st.booleans(), reporting=st.sampled_from([0, 1, 2]), data=st.data(),
+        starts=st.sampled_from(["anywhere", "exact"]), finest=st.sampled_from([1, 2, 4]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
         losses: int, depth: int | None, plans: int, lag: int, dispatches: bool, reporting: int, data: st.DataObject,
+        starts: ChunkStarts, finest: int,
     ) -> None:  # fmt: skip
         stages = data.draw(st.sampled_from(self.stages), label="stages")
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
@@ -186,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig: Rig = make_rig(shapes, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, lease_steps=lease,
                                  num_streams=streams, max_worker_losses=losses, depth=depth, most_plans=plans, lag=lag,
-                                 dispatches=dispatches, adapter_slots=data.draw(st.sampled_from(self.adapter_slots)))  # fmt: skip
+                                 dispatches=dispatches, chunk_starts=starts, finest_hit=finest, adapter_slots=data.draw(st.sampled_from(self.adapter_slots)))  # fmt: skip
         self.jump = self.rig.device.jump = jump
         self.losses = losses
         # Requests that kill the device or fail its steps: what it may not do for them, and from how many
@@ -376,14 +379,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.run()
-        sch = self.rig.scheduler
-        assert not self.rig.engine._live, (sch._draining, sch._slots.prefilling, len(sch._decoding), sch._slots.trials, sch._turns.__dict__, sch.num_deferred, sch.num_running, list(self.rig.engine.waiting), [g.pool.num_free for g in sch.kv.groups], len(sch._in_flight), list(self.rig.engine._live))
+        assert not self.rig.engine._live, "a request is stuck"
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
             assert sum(event.first for event in events) <= 1
             failed = any(event.error is not None for event in events)
-            assert not failed or name in self.poison or name in self.refused, (name, [e for e in events if e.error], self.rig.failers, self.rig.killers, self.poison)
+            assert not failed or name in self.poison or name in self.refused, "no other request fails"
             for sequence, wanted in enumerate(sequences):
                 mine = [event for event in events if event.sequence == sequence]
                 tokens = [token for event in mine for token in event.token_ids]
@@ -396,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert mine[-1].finish_reason is FinishReason.ABORT
                 else:
                     assert EOS not in wanted
-                    assert tokens == wanted, (name, sequence, tokens, wanted, [e for e in mine])
+                    assert tokens == wanted, "no token is lost, repeated or changed"
                     stopped = wanted[-1] == self.stops[name]
                     assert mine[-1].finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
                     assert mine[-1].stop_token_id == (wanted[-1] if stopped else None)

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts and losses: every pooling request runs once, in the smallest shape that fits."""
+"""Random arrivals, aborts, failed steps and losses: each pooling request ends once, in the smallest shape."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from protos.errors import ContextExceeded
+from protos.errors import ContextExceeded, Internal
 from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
@@ -71,11 +71,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(pick=st.randoms(use_true_random=False))
     def abort(self, pick: Any) -> None:
-        live = [name for name, sink in self.sinks.items() if not sink.events]
+        live = [name for name in self.sinks if self._is_live(name)]
         if live:
             name = pick.choice(live)
             assert self.engine.abort(name)
-            assert self.sinks[name].events[0].finish_reason is FinishReason.ABORT
+            assert self.sinks[name].events[-1].finish_reason is FinishReason.ABORT
 
     @rule(name=st.sampled_from("xyz"))
     def attach(self, name: str) -> None:
@@ -85,31 +85,34 @@ class Machine(RuleBasedStateMachine):
         self.replicas[name], self.plans[name] = scheduler, None
         self.engine.attach(name, AttachedReplica(scheduler, lambda: self.woken.add(name)))
 
-    @rule(name=st.sampled_from("xyz"))
-    def lose(self, name: str) -> None:
+    @rule(name=st.sampled_from("xyz"), loss=st.sampled_from([Loss.LEFT, Loss.DIED]))
+    def lose(self, name: str, loss: Loss) -> None:
         if self.replicas.pop(name, None) is not None:
             plan = self.plans.pop(name)
             self.woken.discard(name)
             running = sum(self._is_live(one.request_id) for one in plan.admit) if plan else 0
-            # Without a plan, at most the first request of the next batch.
-            requeued = self.engine.detach(name, Loss.LEFT).num_requeued
-            assert requeued == running if plan else requeued <= 1
+            detached = self.engine.detach(name, loss)
+            # Without a plan, at most the first request of the next batch, which is to blame for nothing.
+            left = detached.num_requeued + len(detached.failed)
+            assert left == running if plan else left <= 1
+            assert len(detached.suspects) == (running if loss.blames else 0)
+            assert not detached.failed or (loss.blames and running == len(plan.admit if plan else ()) == 1)
 
-    @rule(name=st.sampled_from("xyz"), seconds=st.floats(0, 10))
-    def drive(self, name: str, seconds: float) -> None:
+    @rule(name=st.sampled_from("xyz"), seconds=st.floats(0, 10), fails=st.booleans())
+    def drive(self, name: str, seconds: float, fails: bool) -> None:
         """Does what a driver does when it is woken or its step is answered."""
         self.now += seconds
         if name in self.replicas:
-            self._drive(name)
+            self._drive(name, Internal("the device failed") if fails else None)
 
-    def _drive(self, name: str) -> None:
+    def _drive(self, name: str, error: Internal | None = None) -> None:
         scheduler = self.replicas[name]
         plan = self.plans[name]
         if plan is not None:
             outputs = tuple(
                 SlotOutput(one.slot, (), pooled=(float(len(one.token_ids)), 0.0)) for one in plan.admit
             )
-            scheduler.update(StepResult(plan.step, outputs=outputs))
+            scheduler.update(StepResult(plan.step, outputs=() if error else outputs, error=error))
         elif name not in self.woken:
             return
         self.woken.discard(name)
@@ -124,6 +127,8 @@ class Machine(RuleBasedStateMachine):
         assert plan.work.slots == tuple(one.slot for one in plan.admit)
         assert 1 <= len(plan.work.slots) <= plan.work.shape.batch
         assert all(self._is_live(one.request_id) for one in plan.admit), "an ended request runs"
+        suspects = [one for one in plan.admit if self._is_suspect(one.request_id)]
+        assert not suspects or len(plan.admit) == 1, "a suspect shares a batch"
         lengths = [len(one.token_ids) for one in plan.admit]
         if not self.packs:
             assert all(plan.work.shape.prompt_len == self._smallest(length) for length in lengths)
@@ -138,18 +143,24 @@ class Machine(RuleBasedStateMachine):
         return min(shape.prompt_len for shape in self.shapes if shape.prompt_len >= length)
 
     def _is_live(self, name: str) -> bool:
-        return not self.sinks[name].events
+        return not any(event.error or event.finish_reason for event in self.sinks[name].events)
+
+    def _is_suspect(self, name: str) -> bool:
+        request = self.engine.find(name)
+        return request is not None and request.suspect
 
     @invariant()
     def no_request_is_forgotten(self) -> None:
-        """Every live request waits or runs, and no free replica sleeps while requests wait."""
+        """Every live request waits or runs, and no free replica sleeps while one that it may run waits."""
         if not hasattr(self, "engine"):
             return
         live = {name for name in self.sinks if self._is_live(name)}
         assert self.engine.num_waiting + self.engine.load().num_running == len(live)
-        if self.engine.num_waiting:
-            idle = [name for name, plan in self.plans.items() if plan is None]
-            assert not idle or self.woken.intersection(idle)
+        idle = {name for name, plan in self.plans.items() if plan is None}
+        for request in self.engine.waiting:
+            # One that failed somewhere waits for a replica that it has not failed on.
+            usable = set(self.replicas) - request.failed_on or set(self.replicas)
+            assert not idle & usable or self.woken & idle
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -159,8 +170,8 @@ class Machine(RuleBasedStateMachine):
             for name in list(self.replicas):
                 self._drive(name)
         for name, sink in self.sinks.items():
-            (event,) = sink.events
-            if event.finish_reason is not FinishReason.ABORT:
+            (event,) = (event for event in sink.events if event.error or event.finish_reason)
+            if event.finish_reason is FinishReason.STOP:
                 assert list(event.pooled) == [float(len(self.prompts[name])), 0.0]
 
 

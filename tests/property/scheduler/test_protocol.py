@@ -13,7 +13,7 @@ from protos.limits import SAMPLING
 from protos.steps import GroupKind
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
@@ -47,12 +47,10 @@ class Replica:
         self.scheduler = scheduler
         self.stream = stream
 
-    def send(self, *, ahead: bool) -> None:
-        """Sends what the step loop would send now; with `ahead`, also what follows the plan in flight."""
-        plans = [self.scheduler.interrupt() if self.scheduler.has_pending else self.scheduler.step()]
-        if ahead and self.scheduler.has_pending:
-            plans.append(self.scheduler.plan_ahead())
-        self.stream.plans.extend(plan for plan in plans if plan is not None)
+    def send(self) -> None:
+        """Sends what the step loop would send now."""
+        while (plan := self.scheduler.next_plan()) is not None:
+            self.stream.plans.append(plan)
 
     def deliver(self) -> None:
         """Reads one result, if one has arrived."""
@@ -66,21 +64,22 @@ class ProtocolMachine(RuleBasedStateMachine):
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), generated=st.booleans(),
-        lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), plans_ahead=st.booleans(),
+        lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), depth=st.sampled_from([1, 2, 3]),
         runs_ahead=st.booleans(), reporting=st.sampled_from([0, 1, 2]),
+        starts=st.sampled_from(["anywhere", "exact"]), finest=st.sampled_from([1, 2, 4]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
-        plans_ahead: bool, runs_ahead: bool, reporting: int,
+        depth: int, runs_ahead: bool, reporting: int, starts: ChunkStarts = "exact", finest: int = 2,
     ) -> None:  # fmt: skip
         self.shapes = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.num_blocks, self.groups, self.lease, self.jump = num_blocks, groups, lease, jump
-        self.plans_ahead, self.runs_ahead, self.reporting = plans_ahead, runs_ahead, reporting
+        self.depth, self.runs_ahead, self.reporting = depth, runs_ahead, reporting
         # Requests whose admission workers refuse, from how many computed tokens on.
         self.refused: dict[str, int] = {}
-        self.options = CacheOptions(prefix_caching=True, sub_block=True, cache_generated=generated)
-        self.known = KnownPrefixes(self.shapes.hash_block_size)
+        self.options = CacheOptions(cache_generated=generated, chunk_starts=starts, finest_hit=finest)
+        self.known = KnownPrefixes(self.new_cache().prefixes.hash_block_size)
         self.clients: list[Client] = []
         self.workers = [self.new_worker() for _ in range(2)]
         self.replicas: dict[int, Replica] = {}
@@ -108,11 +107,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.known.add(client)
         self.ask(client)
 
-    @rule(index=workers, ahead=st.booleans())
-    def send(self, index: int, ahead: bool) -> None:
+    @rule(index=workers)
+    def send(self, index: int) -> None:
         self.engine.dispatch()
         if (replica := self.replicas.get(index)) is not None:
-            replica.send(ahead=ahead)
+            replica.send()
 
     @rule(index=workers)
     def worker_reads(self, index: int) -> None:
@@ -129,11 +128,11 @@ class ProtocolMachine(RuleBasedStateMachine):
             if (replica := self.replicas.get(index)) is not None:
                 replica.deliver()
 
-    @rule(rounds=st.integers(1, 12), ahead=st.booleans())
-    def all_work(self, rounds: int, ahead: bool) -> None:
+    @rule(rounds=st.integers(1, 12))
+    def all_work(self, rounds: int) -> None:
         for _ in range(rounds):
             for index, worker in enumerate(self.workers):
-                self.send(index, ahead)
+                self.send(index)
                 worker.read()
                 worker.run()
                 self.deliver(index, 1)
@@ -223,11 +222,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         for _ in range(400):
             if all(client.complete for client in self.clients):
                 break
-            self.all_work(12, ahead=True)
+            self.all_work(12)
             self.clients_read(100)
             self.late_writes_reach_no_prefix()
         assert all(client.complete for client in self.clients), "a request is stuck"
-        self.all_work(12, ahead=False)
+        self.all_work(12)
         assert not self.engine._live
         for replica in self.replicas.values():
             assert replica.scheduler.idle
@@ -237,7 +236,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     # ---- parts ----
 
     def new_worker(self) -> ModelWorker:
-        device = SimulatedDevice(self.shapes, self.groups)
+        device = SimulatedDevice(self.shapes, self.groups, hit_unit(self.shapes, self.groups, self.options))
         device.jump = self.jump
         device.refuses = self.refusal
         device.reports = lambda name: self.reporting > 0 and int(root_of(name)[1:]) % self.reporting == 0
@@ -269,8 +268,8 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.engine,
             Turns(1),
             clock=lambda: 0.0,
-            max_lease=self.lease,
-            plans_ahead=self.plans_ahead,
+            lease_steps=self.lease,
+            depth=self.depth,
         )
         self.replicas[index] = Replica(scheduler, self.workers[index].open())
         self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))
@@ -305,7 +304,7 @@ def test_reporting_requests_and_a_refused_one_end(runs_ahead: bool, lease: int, 
     machine = ProtocolMachine()
     machine.start(
         chunk=2, block=4, num_blocks=30, groups=[FULL], generated=False, lease=lease, jump=0,
-        plans_ahead=True, runs_ahead=runs_ahead, reporting=1,
+        depth=2, runs_ahead=runs_ahead, reporting=1,
     )  # fmt: skip
     for prompt in ([3] * 12, [4] * 11, [4, 3] * 5):
         machine.submit(prompt=prompt, max_tokens=14, n=1, salt="", stop_at=None, refused=None)
@@ -318,7 +317,7 @@ def test_a_refused_fork_leaves_nothing_in_the_prefix_cache() -> None:
     machine = ProtocolMachine()
     machine.start(
         chunk=2, block=8, num_blocks=28, groups=[FULL], generated=True, lease=1, jump=0,
-        plans_ahead=False, runs_ahead=False, reporting=0,
+        depth=1, runs_ahead=False, reporting=0,
     )  # fmt: skip
     machine.submit(prompt=[3, 4, 3, 4, 4, 4], max_tokens=1, n=2, salt="", stop_at=None, refused=4)
     machine.teardown()

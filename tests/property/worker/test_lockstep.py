@@ -1,10 +1,10 @@
-"""Ranks in threads: whatever plans come and whenever leases end, all ranks launch the same steps in order."""
+"""Ranks in threads: whatever plans come and whenever work ends, all ranks launch the same steps in order."""
 
-import queue
+import itertools
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,10 +13,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from protos.steps import Decode, StepPlan, StepResult
+from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult, Work, slots_of
 from tests.support.property_settings import scaled
-from tests.support.ranks.fake_ranks import REFUSED_SLOT, FakeGroup, FakeSteps, Ranks
-from worker_svc.api.leases import PlanRunner
+from tests.support.ranks.fake_ranks import REFUSED_SLOT, FakeGroup, FakeSteps, Ranks, Waiting, follow
+from worker_svc.api.plan_runner import PlanRunner
 from worker_svc.execution.lockstep import Follower, Leader
 
 pytestmark = pytest.mark.property
@@ -24,38 +24,13 @@ pytestmark = pytest.mark.property
 SLOTS = range(4)
 
 
-class Waiting:
-    """The thread that waits for a device; see `ModelThread`."""
-
-    def __init__(self) -> None:
-        self._deferred: queue.Queue[Callable[[], object] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def progressed(self) -> None:
-        """Has nothing to report to."""
-
-    def defer(self, function: Callable[[], object]) -> None:
-        self._deferred.put(function)
-
-    def settle(self) -> None:
-        self._deferred.join()
-
-    def close(self) -> None:
-        self._deferred.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (function := self._deferred.get()) is not None:
-            try:
-                function()
-            finally:
-                self._deferred.task_done()
-
-
 @dataclass
 class Replica:
-    """Rank 0 with a stream of plans, and the ranks that follow it."""
+    """Rank 0 with a stream of plans, and the ranks that follow it.
+
+    What slots are is known from the results, which come in order: a slot that got a forced token is not
+    ready until a chunk has run, and a slot of a refused plan is dead until it is released.
+    """
 
     ranks: Ranks
     leader: Leader
@@ -66,60 +41,79 @@ class Replica:
     """Why a rank gave up."""
     number: int = 0
     """Of the last plan."""
-    positions: Counter[int] = field(default_factory=Counter)
-    """The next position of each slot, as results tell it."""
+    tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(lambda: 1))
+    """The next token of each slot."""
+    forced: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
     results: Counter[int] = field(default_factory=Counter)
     """Results of each plan."""
     answered: int = 0
     """The last plan that has its last result."""
     patience: int = 1000
-    """A lease is interrupted once it has so many results."""
+    """A plan is interrupted once it has so many results."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _slots: dict[int, Sequence[int]] = field(default_factory=dict)
 
     def open_stream(self) -> None:
         """Begins a stream of plans."""
+        self.forget(SLOTS)
         self.runner = PlanRunner(self.leader, self, self.thread, hand_over=self._hand_over)
 
-    def is_superseded(self, step: int) -> bool:
+    def is_interrupted(self, step: int, *, running: bool) -> bool:
+        del running
         return self.results[step] >= self.patience
 
     def run(self, **fields: Any) -> None:
         """Runs a plan on the thread that calls this."""
         self.number += 1
-        plan = StepPlan(self.number, **fields)
-        self._slots[self.number] = plan.work.slots if isinstance(plan.work, Decode) else ()
-        self.runner.run(plan)
+        self.runner.run(StepPlan(self.number, **fields))
 
-    def wait_for(self, step: int) -> None:
-        """Waits until a plan has its last result."""
+    def wait(self) -> None:
+        """Waits until all plans have their last results."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.answered >= step or bool(self.reasons), 20)
+            assert self._changed.wait_for(lambda: self.answered >= self.number or bool(self.reasons), 20)
 
-    def in_flight(self) -> set[int]:
-        """Returns the slots of plans without a last result."""
-        return {slot for step in range(self.answered + 1, self.number + 1) for slot in self._slots[step]}
+    def forget(self, slots: Iterable[int]) -> None:
+        """Notes that slots are free. All plans are answered."""
+        for slot in slots:
+            self.tokens.pop(slot, None)
+        self.forced.difference_update(slots)
+        self.dead.difference_update(slots)
 
     def _hand_over(self, plan: StepPlan, result: StepResult) -> None:
         with self._changed:
             assert self.answered < result.step == plan.step
             self.results[plan.step] += 1
-            if result.token_ids:
-                assert isinstance(plan.work, Decode)
-                at = [position + result.lease_index for position in plan.work.positions]
-                assert list(result.token_ids) == at, "the result of another step"
-                self.positions.update(plan.work.slots)
+            slots = slots_of(plan.work)
+            if result.error is not None:
+                self.dead.update(slots)
+            elif result.num_steps:
+                self._take(plan.work, slots, result)
+            elif self.patience:
+                assert self.dead.union(self.forced).issuperset(slots), "live rows that are ready"
             self.answered += result.last
             self._changed.notify_all()
 
+    def _take(self, work: Work | None, slots: Sequence[int], result: StepResult) -> None:
+        if isinstance(work, Prefill):
+            self.forced.difference_update(slots)
+        rows = [slot for slot in slots if slot not in self.dead | self.forced]
+        pairs = zip(itertools.cycle(slots), result.token_ids)
+        given = [SlotOutput(slot, (token,)) for slot, token in pairs] or result.outputs
+        assert [output.slot for output in given] == rows * result.num_steps, "rows that ran"
+        for output in given:
+            assert output.token_ids[0] == self.tokens[output.slot], "the result of another step"
+            self.tokens[output.slot] += len(output.token_ids)
+            if len(output.token_ids) > 1:
+                self.forced.add(output.slot)
+
 
 @contextmanager
-def replica(tensor: int, pipeline: int, *, runs_ahead: bool) -> Iterator[Replica]:
+def replica(tensor: int, pipeline: int, *, runs_ahead: bool, forcing: int = 3) -> Iterator[Replica]:
     """Runs ranks for the block; afterwards all have run what was announced, and none has given up."""
-    ranks = Ranks(tensor, pipeline)
+    ranks, world = Ranks(tensor, pipeline), range(tensor * pipeline)
     reasons: list[str] = []
-    steps = [FakeSteps(ranks, rank, runs_ahead=runs_ahead) for rank in range(tensor * pipeline)]
-    groups = [cast("Any", FakeGroup(ranks, rank)) for rank in range(tensor * pipeline)]
+    steps = [FakeSteps(ranks, rank, runs_ahead=runs_ahead, forcing=forcing) for rank in world]
+    groups = [cast("Any", FakeGroup(ranks, rank)) for rank in world]
     threads = []
     for rank in range(1, tensor * pipeline):
         follower = Follower(
@@ -131,7 +125,7 @@ def replica(tensor: int, pipeline: int, *, runs_ahead: bool) -> Iterator[Replica
         thread.start()
     running.open_stream()
     yield running
-    running.wait_for(running.number)
+    running.wait()
     running.thread.settle()
     assert reasons == []
     ranks.close()
@@ -141,52 +135,39 @@ def replica(tensor: int, pipeline: int, *, runs_ahead: bool) -> Iterator[Replica
     running.thread.close()
 
 
-def follow(follower: Follower) -> None:
-    """Runs announcements until there are no more."""
-    waiting = Waiting()
-    try:
-        while (announcement := follower.wait()) is not None:
-            if (rest := follower.run(announcement)) is not None:
-                waiting.defer(rest)
-    except RuntimeError:
-        waiting.close()
-
-
 @st.composite
 def acts(draw: st.DrawFn) -> tuple[str, frozenset[int], int, int]:
-    """Returns an act, the slots that it is about, the steps of a lease, and how many of them may run."""
-    kinds = ["decode"] * 6 + ["continue"] * 2 + ["release", "refused", "reset", "configure", "unload"]
+    """Returns an act, the slots that it is about, the steps of a plan, and how many results it may have."""
+    kinds = ["decode"] * 8 + ["chunk"] * 3 + ["release", "refused", "reset", "configure", "unload"]
     slots = draw(st.frozensets(st.sampled_from(SLOTS), min_size=1))
-    return draw(st.sampled_from(kinds)), slots, draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    return draw(st.sampled_from(kinds)), slots, draw(st.integers(1, 5)), draw(st.integers(0, 6))
 
 
-def act(running: Replica, kind: str, slots: Sequence[int], lease: int) -> None:
-    """Does one act as a scheduler would: slots whose tokens it does not know take no step."""
+def act(running: Replica, kind: str, slots: Sequence[int], steps: int) -> None:
+    """Does one act as a scheduler would: it decodes rows again and again, whatever becomes of them."""
     match kind:
         case "decode":
-            if busy := running.in_flight().intersection(slots):
-                running.wait_for(max(step for step, of in running._slots.items() if busy.intersection(of)))
-            positions = [running.positions[slot] for slot in slots]
-            running.run(work=Decode(slots, positions, len(slots), lease))
+            running.run(work=Decode(slots, len(slots), steps, steps_per_result=1 + steps // 2))
+        case "chunk":
+            running.wait()
+            for slot in running.forced.difference(running.dead):
+                running.run(work=Prefill(slot, 0, 1, sample=True))
         case "release":
             running.run(release=slots)
-            running.wait_for(running.number)
-            for slot in slots:
-                running.positions[slot] += 100
+            running.wait()
+            running.forget(slots)
         case "refused":
-            running.run(release=[REFUSED_SLOT])
+            running.run(release=[REFUSED_SLOT], work=Decode(slots, len(slots)))
         case "unload":
-            running.leader.unload(lease)
-            running.steps[0].unload(lease)
+            running.leader.unload(steps)
+            running.steps[0].unload(steps)
         case "reset" | "configure":
             # The stream ends, and results of its plans may still be on their way.
             (running.leader.reset if kind == "reset" else running.leader.begin)()
             if kind == "configure":
                 running.steps[0].release()
-            running.wait_for(running.number)
+            running.wait()
             running.open_stream()
-            for slot in SLOTS:
-                running.positions[slot] += 100
 
 
 @given(
@@ -202,40 +183,21 @@ def test_every_rank_launches_every_step_once(
     sys.setswitchinterval(1e-6)
     try:
         with replica(tensor, pipeline, runs_ahead=runs_ahead) as running:
-            for kind, slots, lease, patience in what:
+            for kind, slots, steps, patience in what:
                 running.patience = patience
-                ordered = sorted(slots)
-                if kind == "continue" and pipeline == 1:
-                    lease_and_renew(running, ordered, lease)
-                else:
-                    act(
-                        running,
-                        "decode" if kind == "continue" else kind,
-                        ordered,
-                        lease if pipeline == 1 else 1,
-                    )
+                act(running, kind, sorted(slots), steps)
     finally:
         sys.setswitchinterval(interval)
     running.ranks.compare()
 
 
-def lease_and_renew(running: Replica, slots: Sequence[int], lease: int) -> None:
-    """Runs a lease and the plan that goes on where it ends, which is void if the lease is cut short."""
-    act(running, "decode", slots, lease)
-    positions = [running.positions[slot] for slot in slots]
-    whole = running.results[running.number] == lease
-    if not whole:  # with a step that is not read yet, or cut short: nobody knows from here
-        running.wait_for(running.number)
-        positions = [running.positions[slot] for slot in slots]
-        cut = lease - running.results[running.number]
-        positions = [position + cut for position in positions]
-    running.run(work=Decode(slots, positions, len(slots), 2), continues=True)
-
-
-def test_a_lease_for_a_pipeline_is_refused_before_any_rank_hears_of_it() -> None:
-    """The first stage cannot run a further step before it knows the token of this one."""
-    with replica(1, 2, runs_ahead=False) as running:
-        act(running, "decode", (0,), 3)
-        act(running, "decode", (0,), 1)
-    assert running.results == {1: 1, 2: 1}
-    assert running.ranks.logs == [[(2, False, (0, 0))]] * 2
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_pipeline_decodes_rows_again_and_again(stages: int) -> None:
+    """Plans of the same rows are sent while their steps pass through the stages, also several steps."""
+    with replica(1, stages, runs_ahead=True, forcing=0) as running:
+        for steps in (1, 1, 2):
+            running.run(work=Decode((0, 1), 2, steps, steps_per_result=steps))
+            running.run(work=Decode((2,), 1, steps, steps_per_result=steps))
+    assert [running.tokens[slot] for slot in range(3)] == [5, 5, 5]
+    assert all(len(log) == 8 for log in running.ranks.logs)
+    running.ranks.compare()

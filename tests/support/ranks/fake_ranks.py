@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NoReturn, cast
 
-from protos.steps import Decode, StepPlan, StepResult, Work
-from worker_svc.execution.lockstep import PlanRefused
-from worker_svc.pending_step import PendingStep
+from protos.steps import Decode, SlotOutput, StepPlan, StepResult, Work, slots_of, without_slots
+from worker_svc.execution.lockstep import Follower, PlanRefused
+from worker_svc.pending_step import PendingStep, as_outputs
 from worker_svc.ranks.group import Channel
 from worker_svc.ranks.layout import RankLayout
 
@@ -166,55 +166,70 @@ class FakeGroup:
 @dataclass
 class _Pending:
     plan: StepPlan
+    work: Work
     gone: set[int] = field(default_factory=set)
 
 
 class FakeSteps:
-    """Runs the steps of one rank: notes them, and meets the others. The token of a step is its position."""
+    """Runs the steps of one rank: notes them, and meets the others. The token of a step is its position.
 
-    def __init__(self, ranks: Ranks, rank: int, *, runs_ahead: bool = False) -> None:
-        """Starts with all slots free; `runs_ahead` says whether tokens may be read after the next launch."""
+    Any chunk computes all tokens that its slot has.
+    """
+
+    def __init__(self, ranks: Ranks, rank: int, *, runs_ahead: bool = False, forcing: int = 0) -> None:
+        """Starts with all slots free.
+
+        `runs_ahead` says whether tokens may be read after the next launch. A slot gets a forced token behind
+        one that is a multiple of `forcing`, unless that is 0.
+        """
         self._ranks = ranks
         self._layout = ranks.layouts[rank]
         self._runs_ahead = runs_ahead
+        self._forcing = forcing
         self._pending: deque[_Pending] = deque()
-        # The position of each decoding slot.
-        self._next: dict[int, int] = {}
+        # By slot, as this rank knows them.
+        self._known: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._computed: defaultdict[int, int] = defaultdict(int)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Launches a step."""
         if REFUSED_SLOT in plan.release:
             raise PlanRefused("the plan contradicts earlier plans")
         for slot in plan.release:
             self._release(slot)
-        work = plan.work
-        step = (plan.step, leased, *_places(work))
+        skipped = {slot for slot in slots_of(plan.work) if self._known[slot] > self._computed[slot] + 1}
+        work = without_slots(plan.work, skipped) if isinstance(plan.work, Decode) else plan.work
+        slots = slots_of(work)
+        step = (plan.step, *((slot, self._computed[slot]) for slot in slots))
         self._ranks.note(self._layout.rank, step)
         if work is None:
-            return PendingStep(has_work=False)
-        for slot, position in _places(work):
-            if position != self._next.setdefault(slot, position):
-                self._ranks.fail(f"{self._layout} launches {step}, but slot {slot} is at {self._next[slot]}")
+            return PendingStep()
         self._ranks.launch_together(self._layout.rank, step)
         if not self._layout.is_last_stage:
-            self._pending.append(_Pending(plan))
-            return PendingStep()
-        self._advance(_places(work))
-        tokens = [position for _, position in _places(work)]
-        return PendingStep(read_tokens=lambda: tokens, runs_ahead=self._runs_ahead)
+            self._pending.append(_Pending(plan, work))
+            return PendingStep(work)
+        given = {slot: self._tokens_behind(slot) for slot in slots}
+        self._advance(given)
+        if any(len(tokens) > 1 for tokens in given.values()):
+            return PendingStep(work, outputs=[SlotOutput(slot, tokens) for slot, tokens in given.items()])
+        token_ids = [token for (token,) in given.values()]
+        return PendingStep(work, read_tokens=lambda: token_ids, runs_ahead=self._runs_ahead)
 
     def apply(self, result: StepResult) -> None:
         """Takes the result of the oldest pending step, and no other's."""
         pending = self._pending.popleft()
-        places = _places(pending.plan.work)
-        if (result.step, list(result.token_ids)) != (pending.plan.step, [at for _, at in places]):
+        outputs = as_outputs(pending.work, result.token_ids) or result.outputs
+        given = {output.slot: output.token_ids for output in outputs}
+        live = {slot: each for slot, each in given.items() if slot not in pending.gone}
+        expected = {slot: self._tokens_behind(slot) for slot in live}
+        if (result.step, live) != (pending.plan.step, expected):
             self._ranks.fail(f"{self._layout} takes the result of {result.step} for {pending.plan.step}'s")
-        self._advance([place for place in places if place[0] not in pending.gone])
+        self._advance(live)
 
     def reset(self) -> None:
         """Frees every slot."""
         self._ranks.note(self._layout.rank, "reset")
-        for slot in list(self._next):
+        for slot in list(self._known):
             self._release(slot)
 
     def release(self) -> None:
@@ -222,21 +237,64 @@ class FakeSteps:
         if self._pending:
             self._ranks.fail(f"{self._layout} drops its configuration before the results of its steps")
         self._ranks.note(self._layout.rank, "release")
-        self._next.clear()
+        self._known.clear()
+        self._computed.clear()
 
     def unload(self, adapter_id: int) -> None:
         """Frees an adapter."""
         self._ranks.note(self._layout.rank, f"unload {adapter_id}")
 
     def _release(self, slot: int) -> None:
-        self._next.pop(slot, None)
+        self._known.pop(slot, None)
+        self._computed.pop(slot, None)
         for pending in self._pending:
             pending.gone.add(slot)
 
-    def _advance(self, places: Sequence[tuple[int, int]]) -> None:
-        self._next.update({slot: position + 1 for slot, position in places})
+    def _tokens_behind(self, slot: int) -> tuple[int, ...]:
+        token = self._known[slot]
+        return (token, token + 1) if self._forcing and token % self._forcing == 0 else (token,)
+
+    def _advance(self, given: Mapping[int, Sequence[int]]) -> None:
+        for slot, tokens in given.items():
+            self._computed[slot] = self._known[slot]
+            self._known[slot] += len(tokens)
 
 
-def _places(work: Work | None) -> list[tuple[int, int]]:
-    """Returns the slots and positions of a decode step."""
-    return list(zip(work.slots, work.positions, strict=True)) if isinstance(work, Decode) else []
+class Waiting:
+    """The thread that waits for a device; see `ModelThread`."""
+
+    def __init__(self) -> None:
+        self._deferred: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def progressed(self) -> None:
+        """Has nothing to report to."""
+
+    def defer(self, function: Callable[[], object]) -> None:
+        self._deferred.put(function)
+
+    def settle(self) -> None:
+        self._deferred.join()
+
+    def close(self) -> None:
+        self._deferred.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._deferred.get()) is not None:
+            try:
+                function()
+            finally:
+                self._deferred.task_done()
+
+
+def follow(follower: Follower) -> None:
+    """Runs announcements until there are no more."""
+    waiting = Waiting()
+    try:
+        while (announcement := follower.wait()) is not None:
+            if (rest := follower.run(announcement)) is not None:
+                waiting.defer(rest)
+    except RuntimeError:
+        waiting.close()

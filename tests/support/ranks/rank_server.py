@@ -33,6 +33,7 @@ class FakeEngine(GenerationEngine):
     num_compiled = 0
     num_late = 0
     code_folder = None
+    chunk_starts = "whole"
 
     def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
         """Has no model to open."""

@@ -4,19 +4,20 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from protos.errors import Internal, TriptychError
 from protos.limits import SAMPLING
 from protos.steps import GroupKind, PoolShape, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
-from scheduler_svc.dispatch.adapter_queue import AdapterHost
+from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
@@ -26,6 +27,7 @@ from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
+from scheduler_svc.shapes.buckets import prefill_buckets
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
@@ -40,6 +42,9 @@ from tests.support.scheduler.simulated_device import (
     nothing_kills,
     nothing_reports,
 )
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.simulated_adapters import SimulatedAdapters
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -92,7 +97,8 @@ def make_shapes(
     *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
     buckets: tuple[int, ...] = (1, 2, 4), stages: int = 1,
 ) -> ShapeConfig:  # fmt: skip
-    return ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, buckets, stages)
+    chunks = prefill_buckets("exp", chunk=chunk, block_size=block_size, minimum=1)
+    return ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, buckets, stages, chunks)
 
 
 def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:
@@ -189,6 +195,56 @@ def expected_tokens(
     return context[len(prompt) :]
 
 
+def simulated_adapters(
+    max_loras: int, max_cpu_loras: int, sources: Mapping[str, str | TriptychError]
+) -> "SimulatedAdapters":
+    """Returns an empty store; see :class:`SimulatedAdapters`."""
+    # PyTorch's import takes a second, which tests without adapters save.
+    from tests.support.scheduler.simulated_adapters import SimulatedAdapters
+
+    return SimulatedAdapters(max_loras, max_cpu_loras, sources)
+
+
+class RigAdapters:
+    """The adapters of a replica in a rig: its worker's store, and the calls that wait for an answer."""
+
+    def __init__(
+        self, engine: Engine, replica_id: str, max_loras: int, max_cpu_loras: int,
+        sources: Mapping[str, str | TriptychError],
+    ) -> None:  # fmt: skip
+        self.store = simulated_adapters(max_loras, max_cpu_loras, sources)
+        self.seats = AdapterSeats(max_loras, max_cpu_loras, engine._clock)
+        self.calls = AdapterLoads(self._load, self.store.unload)
+        self.loads: deque[tuple[Adapter, int, list[int] | TriptychError]] = deque()
+        """Adapters to load that have no answer yet, each with its id and what left for it."""
+        self._engine = engine
+        self._replica_id = replica_id
+
+    def _load(self, adapter: Adapter, load_id: int) -> None:
+        try:
+            displaced: list[int] | TriptychError = self.store.begin(load_id, self.seats.needed)
+        except TriptychError as error:
+            displaced = error
+        self.loads.append((adapter, load_id, displaced))
+
+    def answer(self, error: TriptychError | None = None) -> None:
+        """Answers all calls; with an error, no adapter can be loaded."""
+        while self.loads:
+            adapter, load_id, displaced = self.loads.popleft()
+            answered = partial(self._engine.adapters.answered, self._replica_id, adapter, load_id)
+            try:
+                if error is not None:
+                    raise error
+                if isinstance(displaced, TriptychError):
+                    raise displaced
+                result = self.store.end(load_id, adapter.source, displaced)
+            except TriptychError as refusal:
+                self.store.unload(load_id)
+                answered(refusal)
+            else:
+                answered(result)
+
+
 @dataclass
 class Rig:
     """An engine with one replica on a simulated device, stepped by hand."""
@@ -242,8 +298,8 @@ class Rig:
     sources: dict[str, str | TriptychError] = field(default_factory=dict)
     """Adapters by source: their weights, or why they cannot be loaded. A source that is absent is its own
     weights."""
-    loads: deque[Adapter] = field(default_factory=deque)
-    """Adapters that the replica is asked to load and has not answered."""
+    adapters: "RigAdapters | None" = None
+    """The adapters of the replica, if it runs any."""
     loads_at_once: bool = True
     """Whether the replica answers these before every step."""
 
@@ -257,32 +313,32 @@ class Rig:
         # These may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
         refuses, reports = (lambda one: self.refuses(one)), (lambda one: self.reports(one))  # noqa: PLW0108
-        self.hosted: dict[int, str] = {}
-        self.loads.clear()
+        if self.adapter_slots:
+            self.adapters = RigAdapters(
+                self.engine, "replica-0", self.adapter_slots, self.max_cpu_loras, self.sources
+            )
         self.device = SimulatedDevice(
-            self.shapes, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
-            num_adapter_slots=self.adapter_slots, hosted=self.hosted,
+            self.shapes, self.groups, hit_unit(self.shapes, self.groups, self.options), kills=kills, fails=fails,
+            refuses=refuses, reports=reports,
+            adapters=self.adapters.store if self.adapters else None,
         )  # fmt: skip
         self.scheduler = ReplicaScheduler(
             self.shapes, kv, self.engine, Turns(self.ratio), clock=lambda: self.now,
-            lease_steps=self.lease_steps, adapter_slots=self.adapter_slots, depth=self.depth,
+            lease_steps=self.lease_steps, adapters=self.adapters.seats if self.adapters else None, depth=self.depth,
         )  # fmt: skip
-        host = AdapterHost(self.max_cpu_loras, self.loads.append, self.hosted.__delitem__)
-        lora = host if self.adapter_slots else None
+        lora = self.adapters.calls if self.adapters else None
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None, lora=lora))
+
+    @property
+    def hosted(self) -> dict[int, str]:
+        """The adapters on the replica's host by id, with their weights."""
+        assert self.adapters is not None
+        return self.adapters.store.hosted
 
     def answer_loads(self) -> None:
         """Loads the adapters that the replica was asked for."""
-        while self.loads:
-            adapter = self.loads.popleft()
-            weights = self.sources.get(adapter.source, adapter.source)
-            if isinstance(weights, str):
-                assert len(self.hosted) < self.max_cpu_loras, "the scheduler makes room first"
-                assert adapter.adapter_id not in self.hosted
-                self.hosted[adapter.adapter_id] = weights
-                self.engine.adapters.answered("replica-0", adapter, LoadedAdapter(8, weights))
-            else:
-                self.engine.adapters.answered("replica-0", adapter, weights)
+        if self.adapters is not None:
+            self.adapters.answer()
 
     def load_adapter(
         self, name: str, source: str | None = None, *, in_place: bool = False
@@ -376,8 +432,11 @@ def make_rig(
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, lease_steps: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
     dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
+    chunk_starts: ChunkStarts = "whole", finest_hit: int = 4,
 ) -> Rig:  # fmt: skip
-    options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
+    options = CacheOptions(
+        prefix_caching, sub_block, cache_generated, copies_blocks, chunk_starts, finest_hit
+    )
     rig = Rig(
         groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, lease_steps=lease_steps,
         num_streams=num_streams, depth=depth, lag=lag, most_plans=most_plans, dispatches=dispatches,

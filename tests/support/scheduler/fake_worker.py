@@ -12,7 +12,7 @@ from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from scheduler_svc.workers.descriptions import groups_from_proto
 from tests.support.plan_order import SimulatedWorker
-from tests.support.scheduler.factories import EOS
+from tests.support.scheduler.factories import EOS, simulated_adapters
 from tests.support.scheduler.simulated_device import (
     DeviceLostError,
     Moment,
@@ -56,6 +56,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """The tokenizer files."""
     weights_digest: str = ""
     default_chunk: int = 4
+    prefill_buckets: bool = True
     default_block_size: int = 4
     block_copies: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_TENSORS
     block_copies_when_ready: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_UNSPECIFIED
@@ -66,8 +67,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     sources: dict[str, str | TriptychError] = field(default_factory=dict)
     """Adapters by source: their weights, or why they cannot be loaded. A source that is absent is its own
     weights."""
-    adapters: dict[int, str] = field(default_factory=dict)
-    """The adapters on the host by id, with their weights."""
     loads: list[str] = field(default_factory=list)
     """The sources of the adapters that the scheduler had loaded here, in order. Behind "@", the commit that
     it asked for."""
@@ -90,6 +89,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def __post_init__(self) -> None:
         self.gate.set()
         self.may_load.set()
+        self._store = (
+            simulated_adapters(self.max_loras, self.max_cpu_loras, self.sources) if self.max_loras else None
+        )
+
+    @property
+    def adapters(self) -> dict[int, str]:
+        """The adapters on the host by id, with their weights."""
+        assert self._store is not None
+        return self._store.hosted
 
     @property
     def group(self) -> common_pb2.KvGroup:
@@ -108,7 +116,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_groups=[self.group],
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
             default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
-            max_lease_steps=32, block_copies=self.block_copies,
+            max_lease_steps=32, prefill_buckets=self.prefill_buckets, block_copies=self.block_copies,
             lora=worker_pb2.LoraLimits(max_loras=self.max_loras, max_rank=16, max_cpu_loras=self.max_cpu_loras) if self.max_loras else None,
         )  # fmt: skip
 
@@ -147,25 +155,26 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: Context
     ) -> worker_pb2.LoadAdapterResponse:
-        assert self.max_loras
-        assert request.adapter_id not in self.adapters
+        assert self._store is not None
         self.loads.append("@".join(filter(None, (request.source, request.revision))))
+        displaced = self._store.begin(request.adapter_id, request.needed_ids)
         await self.may_load.wait()
         if (slow := self.slow_sources.get(request.source)) is not None:
             await slow.wait()
-        weights = self.sources.get(request.source, request.source)
-        if isinstance(weights, TriptychError):
-            await abort(context, weights)
-        assert len(self.adapters) < self.max_cpu_loras, "the scheduler makes room first"
-        self.adapters[request.adapter_id] = weights
+        try:
+            loaded = self._store.end(request.adapter_id, request.source, displaced)
+        except TriptychError as error:
+            await abort(context, error)
         return worker_pb2.LoadAdapterResponse(
-            rank=8, digest=weights, memory_bytes=1, revision=self.revisions.get(request.source, "")
-        )
+            rank=8, digest=loaded.digest, memory_bytes=1, revision=self.revisions.get(request.source, ""),
+            displaced_ids=displaced,
+        )  # fmt: skip
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
     ) -> worker_pb2.UnloadAdapterResponse:
-        self.adapters.pop(request.adapter_id, None)
+        assert self._store is not None
+        self._store.unload(request.adapter_id)
         return worker_pb2.UnloadAdapterResponse()
 
     async def Execute(
@@ -177,11 +186,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         shapes = ShapeConfig(
             self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
             self.configured.block_size, tuple(self.configured.decode_buckets),
+            prefill_buckets=tuple(self.configured.prefill_buckets),
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
-        self.device = SimulatedDevice(
-            shapes, groups, kills=self.kills, num_adapter_slots=self.max_loras, hosted=self.adapters
-        )
+        self.device = SimulatedDevice(shapes, groups, kills=self.kills, adapters=self._store)
         worker = SimulatedWorker(self._run_step)
         plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
@@ -211,7 +219,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             reading.cancel()
             # The next scheduler knows nothing of them.
-            self.adapters.clear()
+            self._forget_adapters()
+
+    def _forget_adapters(self) -> None:
+        if self._store is not None:
+            self._store.forget()
+            self._store.forget_slots()
 
     def _run_step(self, plan: StepPlan) -> StepResult:
         assert self.device is not None

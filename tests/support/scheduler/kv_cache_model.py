@@ -33,6 +33,8 @@ class KvModel:
 
     shapes: ShapeConfig
     groups: Sequence[KvGroup]
+    hash_block_size: int
+    """Tokens of a hash block."""
     hit_stride: int
     """Hash blocks between two lengths that a hit may have."""
     memory: dict[tuple[int, int], list[Cell | None]] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class KvModel:
             for position in range(start, end):
                 index, offset = divmod(position, self.shapes.block_size)
                 where = (group_id, table.blocks[index].block_id)
-                fixed = len(self.findable.get(where, ())) * self.shapes.hash_block_size
+                fixed = len(self.findable.get(where, ())) * self.hash_block_size
                 assert offset >= fixed, f"position {position} of block {where} is written on and can be found"
                 cells = self.memory.setdefault(where, [])
                 cells += [None] * (offset + 1 - len(cells))
@@ -86,9 +88,10 @@ class KvModel:
             self.findable.pop((group_id, block_id), None)
 
     def publish(self, sequence: SequenceKv, start: int, end: int) -> None:
-        """Makes whole hash blocks of a sequence from ``start`` to ``end`` findable."""
-        size, hash_block_size = self.shapes.block_size, self.shapes.hash_block_size
-        if start // hash_block_size == end // hash_block_size:
+        """Makes a sequence from ``start`` to the last possible end of a hit up to ``end`` findable."""
+        end -= end % (self.hit_stride * self.hash_block_size)
+        size, hash_block_size = self.shapes.block_size, self.hash_block_size
+        if start // hash_block_size >= end // hash_block_size:
             return
         contexts = contexts_of(sequence)
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
@@ -114,9 +117,7 @@ class KvModel:
 
     def limit(self, sequence: SequenceKv) -> int:
         """Returns the most hash blocks of a hit: up to the last boundary before the last token."""
-        return (
-            (len(sequence.token_ids) - 1) // (self.hit_stride * self.shapes.hash_block_size) * self.hit_stride
-        )
+        return (len(sequence.token_ids) - 1) // (self.hit_stride * self.hash_block_size) * self.hit_stride
 
     def longest_hit(self, sequence: SequenceKv, limit: int | None = None) -> int:
         """Returns the longest prefix that all groups can serve, in hash blocks, by trying every length."""
@@ -135,7 +136,7 @@ class KvModel:
         if not hit:
             return True
         group, size = self.groups[group_id], self.shapes.block_size
-        end = hit * self.shapes.hash_block_size
+        end = hit * self.hash_block_size
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return contexts[end - 1] in found
         if end % size and contexts[end - 1] not in found:
@@ -182,7 +183,7 @@ class KvModel:
 
     def check_findable(self) -> None:
         """Checks that findable content is unchanged."""
-        hash_block_size = self.shapes.hash_block_size
+        hash_block_size = self.hash_block_size
         for (group_id, block_id), contexts in self.findable.items():
             cells = self.memory.get((group_id, block_id), [])
             if self.groups[group_id].kind is GroupKind.IN_PLACE_WINDOW:

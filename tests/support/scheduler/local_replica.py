@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import GroupKind, StepPlan, StepResult
@@ -15,6 +16,7 @@ from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
+from scheduler_svc.shapes.buckets import prefill_buckets
 from scheduler_svc.shapes.shape_config import KvGroup
 from scheduler_svc.shapes.shape_config import ShapeConfig as SchedulerShapeConfig
 from tests.support.sampling_params import sampling_params
@@ -32,14 +34,15 @@ class LocalReplica:
     def __init__(
         self, model: VllmModel, *, window: GroupKind = GroupKind.PAGED_WINDOW, max_model_len: int = 2048, slots: int = 4,
         chunk: int = 128, block_size: int = 128, buckets: tuple[int, ...] = (1, 2, 4), caching: bool = True,
-        decode_steps_per_chunk: int = 1, kv_bytes: int = 1 << 30,
+        decode_steps_per_chunk: int = 1, kv_bytes: int = 1 << 30, exact: bool = False,
     ) -> None:  # fmt: skip
+        """Makes the graphs first if the worker is to be exact, which it must be then."""
         layers = group_layers(model.description.layers, window)
         kept = 4 if caching else 0
-        blocks = count_blocks(
-            layers, ShapeConfig(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
-        )
-        sizes = ShapeConfig(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
+        chunks = prefill_buckets("exp", chunk=chunk, block_size=block_size, minimum=16)
+        sizes = ShapeConfig(max_model_len, slots, chunk, block_size, buckets, (), kept, chunks)
+        blocks = count_blocks(layers, sizes, kv_bytes)
+        sizes = replace(sizes, num_blocks=blocks)
         self.runner = Runner(
             model,
             open_device("cpu"),
@@ -48,7 +51,9 @@ class LocalReplica:
             vocabulary=SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids),
         )
         groups = [KvGroup(group.kind, group.window) for group in layers]
-        shapes = SchedulerShapeConfig(max_model_len, slots, chunk, block_size, buckets)
+        shapes = SchedulerShapeConfig(
+            max_model_len, slots, chunk, block_size, buckets, prefill_buckets=chunks
+        )
         self.engine = Engine(
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
         )
@@ -59,9 +64,14 @@ class LocalReplica:
             5,
             frozenset(),
         )
-        kv = KvCache(shapes, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
-        interleave = Turns(decode_steps_per_chunk)
-        self.scheduler = ReplicaScheduler(shapes, kv, self.engine, interleave, clock=time.monotonic)
+        options = CacheOptions(prefix_caching=caching)
+        if exact:
+            self.runner.make_graphs(lambda *_: None)
+            assert self.runner.is_exact
+            options = replace(options, chunk_starts="exact", cache_generated=True)
+        kv = KvCache(shapes, groups, blocks, model="m", options=options)
+        turns = Turns(decode_steps_per_chunk)
+        self.scheduler = ReplicaScheduler(shapes, kv, self.engine, turns, clock=time.monotonic)
         self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))
         self._count = 0
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from structlog.testing import capture_logs
 
-from protos.steps import GroupKind, SlotOutput, StepPlan, StepResult, slots_of
+from protos.steps import GroupKind, StepPlan, StepResult, slots_of, without_slots
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.requests.request import Event
@@ -18,7 +18,7 @@ from scheduler_svc.requests.sampling import FinishReason
 from tests.support.lockstep import Lockstep
 from tests.support.scheduler.factories import ListSink, expected_tokens
 from tests.support.scheduler.simulated_device import SimulatedDevice
-from worker_svc.api.leases import PlanRunner
+from worker_svc.api.plan_runner import PlanRunner
 from worker_svc.pending_step import PendingStep
 
 
@@ -31,18 +31,18 @@ class Stream:
         self.results: deque[StepResult] = deque()
         """Results that were sent and not read."""
         self.ended = False
-        self._latest = -1
+        self._interrupting = -1
 
     def read(self) -> StepPlan:
         """Reads the next plan at the worker's end."""
         plan = self.plans.popleft()
-        if not plan.continues:
-            self._latest = plan.step
+        if plan.interrupts:
+            self._interrupting = plan.step
         return plan
 
-    def is_superseded(self, step: int) -> bool:
-        """See `worker_svc.api.leases.Arrivals`."""
-        return self.ended or self._latest > step
+    def is_interrupted(self, step: int) -> bool:
+        """See `worker_svc.api.plan_runner.Arrivals`."""
+        return self.ended or self._interrupting > step
 
 
 class ModelWorker:
@@ -121,8 +121,8 @@ class ModelWorker:
         with capture_logs():  # a failed step is logged with its traceback
             self._resume()
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        """See `worker_svc.api.leases.Launcher`; waits for its turn."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `worker_svc.api.plan_runner.Launcher`; waits for its turn."""
         assert self._running is not None
         self._running.pause()
         try:
@@ -130,28 +130,28 @@ class ModelWorker:
         except AssertionError as fault:
             self._fault = fault
             raise
-        has_work = self.device.refused.isdisjoint(slots_of(plan.work)) and plan.work is not None
-        ahead = self._runs_ahead and not result.outputs and has_work
+        refused = [output for output in result.outputs if output.error is not None]
+        outputs = [output for output in result.outputs if output.error is None]
+        work = plan.work if result.num_steps else None
+        if outputs:
+            work = without_slots(plan.work, set(slots_of(plan.work)) - {one.slot for one in outputs})
+        ahead = self._runs_ahead and work is not None and not result.outputs
         if self._fails and not ahead:
             raise RuntimeError("the step failed")
-        if result.outputs:
-            return PendingStep(result.outputs)
-        if ahead:
-            return PendingStep(read_tokens=partial(_read, result.token_ids, self._fails), runs_ahead=True)
-        slots = slots_of(plan.work) if result.token_ids else ()
-        return PendingStep(
-            [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
-        )
+        if outputs or not (result.token_ids or ahead):
+            return PendingStep(work, refused, outputs)
+        read = partial(_read, result.token_ids, self._fails and ahead)
+        return PendingStep(work, refused, read_tokens=read, runs_ahead=ahead)
 
     def progressed(self) -> None:
-        """See `worker_svc.api.leases.Thread`."""
+        """See `worker_svc.api.plan_runner.Thread`."""
 
     def defer(self, function: Callable[[], object]) -> None:
-        """See `worker_svc.api.leases.Thread`."""
+        """See `worker_svc.api.plan_runner.Thread`."""
         self._deferred.append(function)
 
     def settle(self) -> None:
-        """See `worker_svc.api.leases.Thread`."""
+        """See `worker_svc.api.plan_runner.Thread`."""
         while self._deferred:
             self._deferred.popleft()()
 
@@ -161,7 +161,7 @@ class ModelWorker:
             task = self._tasks.popleft()
             if task is None:
                 self.device.slots.clear()
-                self.device.refused.clear()
+                self.device.dead.clear()
                 return
             stream, runner, plan = task
             if not stream.ended:

@@ -1,13 +1,13 @@
 """A device that computes deterministic tokens and checks every plan, and what may kill or fail it."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from protos.errors import TriptychError
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -23,6 +23,9 @@ from protos.steps import (
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.simulated_adapters import SimulatedAdapters
 
 Kind: TypeAlias = Literal["admit", "chunk", "decode"]
 
@@ -103,6 +106,8 @@ class SimulatedDevice:
 
     shapes: ShapeConfig
     groups: Sequence[KvGroup] = (KvGroup(GroupKind.FULL),)
+    hit_unit: int = 0
+    """Tokens between two possible lengths of a prefix hit; 0 for those of a chunk."""
     slots: dict[int, _Slot] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     prefilled: int = 0
@@ -122,21 +127,20 @@ class SimulatedDevice:
     dead: set[int] = field(default_factory=set)
     """Slots whose admission was refused or whose step failed, until their release."""
     garbage: set[tuple[int, int]] = field(default_factory=set)
-    """Blocks, with their groups, that a copy of a failed plan should have filled. The results of requests that
-    have them are ignored."""
+    """Blocks, with their groups, that a copy of a failed plan should have filled. The results of requests
+    that have them are ignored."""
     broken: int = 0
     """The next plans that fail; they free their slots before."""
-    num_adapter_slots: int = 0
-    hosted: Mapping[int, str] = field(default_factory=dict)
-    """The adapters on the host by id, with their weights."""
-    adapters: dict[int, str] = field(default_factory=dict)
-    """By adapter slot: the weights of the adapter in it."""
+    adapters: "SimulatedAdapters | None" = None
+    """Its LoRA adapters, if it runs any."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Applies a plan and runs the first step of its work."""
         for slot in plan.release:
             self.slots.pop(slot, None)
             self.dead.discard(slot)
+            if self.adapters is not None:
+                self.adapters.release(slot)
         try:
             return self._run(plan)
         except StepFailedError:
@@ -152,17 +156,17 @@ class SimulatedDevice:
             raise StepFailedError("the device")
         for copy in plan.copies:
             self._copy(copy)
-        for placement in plan.place:
-            self._place(placement)
         refusals = []
         for admission in plan.admit:
             self._survive("admit", admission, admission.num_computed_tokens)
             error = self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens))
-            if error is not None:
-                self.dead.add(admission.slot)
-                refusals.append(SlotOutput(admission.slot, error=error))
-            else:
+            try:
+                if error is not None:
+                    raise error
                 self._admit(admission)
+            except TriptychError as refusal:
+                self.dead.add(admission.slot)
+                refusals.append(SlotOutput(admission.slot, error=refusal))
         for growth in plan.grow:
             if growth.slot not in self.dead:
                 self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
@@ -210,9 +214,11 @@ class SimulatedDevice:
     def _run_chunk(self, step: int, chunk: Prefill) -> StepResult:
         start, num_tokens, state = chunk.start, chunk.num_tokens, self.slots[chunk.slot]
         assert start == state.computed
-        assert start % self.shapes.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
-        assert 1 <= num_tokens <= self.shapes.chunk
-        self.ran.add(("prefill", self.shapes.chunk))
+        unit = math.gcd(self.hit_unit, self.shapes.chunk)
+        assert start % unit == 0 or self.jump, "chunks begin where a prefix hit or another chunk may end"
+        assert chunk.bucket in self.shapes.chunk_sizes
+        assert 1 <= num_tokens <= chunk.bucket
+        self.ran.add(("prefill", chunk.bucket))
         self._survive("chunk", state.admission, start + num_tokens)
         self.prefilled += num_tokens
         self._compute(state, start + num_tokens)
@@ -233,20 +239,15 @@ class SimulatedDevice:
         assert copy.source_block != NULL_BLOCK_ID != copy.target_block
         self.memory[copy.group_id, copy.target_block] = list(self.memory[copy.group_id, copy.source_block])
 
-    def _place(self, placement: AdapterPlacement) -> None:
-        slot = placement.adapter_slot
-        assert 0 <= slot < self.num_adapter_slots
-        assert placement.adapter_id in self.hosted, "only an adapter on the host can be placed"
-        users = [state for state in self.slots.values() if state.admission.adapter_slot == slot]
-        assert not users, f"adapter slot {slot} is in use"
-        self.adapters[slot] = self.hosted[placement.adapter_id]
-
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
         assert 0 <= admission.slot < self.shapes.max_num_seqs
         assert admission.num_computed_tokens < len(admission.token_ids)
         tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
-        weights = "" if admission.adapter_slot is None else self.adapters[admission.adapter_slot]
+        weights = ""
+        if admission.adapter_id:
+            assert self.adapters is not None
+            weights = self.adapters.admit(admission.slot, admission.adapter_id)
         state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables, weights)
         self.slots[admission.slot] = state
         written = -(-admission.num_computed_tokens // self.shapes.block_size)

@@ -43,16 +43,16 @@ class FailingWorker(FakeWorker):
             threading.Event().wait()
         return super().configure(shapes, progress, epoch=epoch)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         if KIND == "hang":
             threading.Event().wait()
         if KIND == "native":  # keeps the interpreter's lock
             ctypes.PyDLL(None).sleep(NATIVE_SLEEP_S)
         if KIND == "hang-reading" and plan.work is not None:
-            return PendingStep(read_tokens=_hang, runs_ahead=True)
+            return PendingStep(plan.work, read_tokens=_hang, runs_ahead=True)
         if KIND == "broken":
             raise RuntimeError("the device is gone")
-        return super().launch(plan, leased=leased)
+        return super().launch(plan)
 
 
 def _hang() -> Sequence[int]:

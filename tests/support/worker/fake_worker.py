@@ -1,6 +1,7 @@
 """A fake of `execution.worker.Worker`: no model, no device."""
 
 import threading
+from collections.abc import Collection
 
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
@@ -12,7 +13,7 @@ from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 
 class FakeWorker:
-    """Accepts every configuration unless `error` is set; decodes a slot's position as its token."""
+    """Accepts every configuration unless `error` is set; every token is 3."""
 
     grammars = None
     layout = RankLayout()
@@ -50,15 +51,19 @@ class FakeWorker:
         self.shapes = shapes
         return Ready(shapes, (64,), {"load": 0.5}, "ab12", "tensors")
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        del leased
+    def reserve_adapter(self, adapter_id: int, needed: Collection[int]) -> list[int]:
+        """Displaces adapter 7."""
+        del adapter_id, needed
+        return [7]
+
+    def launch(self, plan: StepPlan) -> PendingStep:
         if plan.work is None:
             return PendingStep()
         if self.step_error is not None:
             raise self.step_error
         assert isinstance(plan.work, Decode)
-        positions = plan.work.positions
-        return PendingStep(read_tokens=lambda: positions)
+        tokens = [3] * len(plan.work.slots)
+        return PendingStep(plan.work, read_tokens=lambda: tokens)
 
     def report(self) -> WorkerReport:
         return WorkerReport()

@@ -138,9 +138,8 @@ class ConstrainedHarness(Harness):
             slots = sorted(pending)
             self.num_decodes += 1
             bucket = next(size for size in self.shapes.decode_buckets if size >= len(slots))
-            positions = [self.lengths[slot] for slot in slots]
             for slot in slots:
                 self.lengths[slot] += 1
-            collect(self.run(work=Decode(slots, positions, bucket)))
+            collect(self.run(work=Decode(slots, bucket)))
         self.release(range(count))
         return list(zip(outputs, errors, strict=True))

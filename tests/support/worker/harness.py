@@ -1,5 +1,6 @@
 """Drives a runner without a scheduler: allocates blocks, prefills in chunks, decodes in one batch."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from protos.steps import Admission, Decode, GroupKind, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.shapes.buckets import chunk_for
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
@@ -101,14 +103,16 @@ class Harness:
         level: int | None = None,
         warm: bool = True,
         constraints: Constraints | None = None,
+        prefill_buckets: tuple[int, ...] = (),
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
         sizes = ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width
         self.shapes = ShapeConfig(
-            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
-        )
+            max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups),
+            prefill_buckets=prefill_buckets,
+        )  # fmt: skip
         assert count_blocks(self.groups, self.shapes, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
@@ -132,6 +136,12 @@ class Harness:
         self._step = 0
         self.lengths: dict[int, int] = {}
         """The number of computed tokens, by slot."""
+
+    def load_adapter(self, adapter_id: int, folder: Path) -> None:
+        """Loads an adapter into the host's memory."""
+        assert self.adapters is not None
+        self.adapters.reserve(adapter_id)
+        self.adapters.load(adapter_id, folder.name, str(folder))
 
     def run(self, **fields: object) -> list[SlotOutput]:
         """Executes one plan."""
@@ -163,17 +173,21 @@ class Harness:
         slot: int,
         token_ids: Sequence[int],
         sampling: common_pb2.SamplingParams = GREEDY,
+        starts: Sequence[int] = (),
         **fields: Any,
     ) -> SlotOutput:
-        """Admits a request and runs its chunks; returns its first token with all prompt log-probabilities."""
+        """Admits a request and runs its chunks, which begin at `starts`, or are whole but the last.
+
+        Returns its first token with all prompt log-probabilities.
+        """
         admission = [self.admit(slot, token_ids, sampling, **fields)]
-        chunk = self.shapes.chunk
         outputs: list[SlotOutput] = []
         prompt_logprobs: list[common_pb2.TokenLogprobs] = []
-        for start in range(0, len(token_ids), chunk):
-            count = min(chunk, len(token_ids) - start)
-            last = start + count == len(token_ids)
-            outputs = self.run(admit=admission, work=Prefill(slot, start, count, last))
+        bounds = [*(starts or range(0, len(token_ids), self.shapes.chunk)), len(token_ids)]
+        for start, end in itertools.pairwise(bounds):
+            last = end == len(token_ids)
+            bucket = chunk_for(end - start, self.shapes.chunk_sizes)
+            outputs = self.run(admit=admission, work=Prefill(slot, start, end - start, last, bucket))
             admission = []
             prompt_logprobs += [entry for each in outputs for entry in each.prompt_logprobs]
         self.lengths[slot] = len(token_ids)
@@ -182,9 +196,8 @@ class Harness:
 
     def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[SlotOutput]:
         """Decodes one token for each slot."""
-        positions = [self.lengths[slot] for slot in slots]
         size = bucket or next(size for size in self.shapes.decode_buckets if size >= len(slots))
-        outputs = self.run(work=Decode(slots, positions, size))
+        outputs = self.run(work=Decode(slots, size))
         for slot in slots:
             self.lengths[slot] += 1
         return outputs

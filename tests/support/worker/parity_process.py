@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from protos.steps import AdapterPlacement, GroupKind, SlotOutput
+from protos.steps import GroupKind, SlotOutput
 from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
@@ -99,12 +99,12 @@ def run(job: Job) -> list[Answer]:
         memory.fill_(torch.nan)
     # An arbitrary token in the padding row and in free slots.
     harness.runner._batch._tokens.fill_(77)
-    adapter_slots = _place(harness, job.adapters or [None] * len(job.prompts))
+    adapter_ids = _load_adapters(harness, job.adapters or [None] * len(job.prompts))
     outputs: dict[int, list[SlotOutput]] = {}
     # Scattered slots, so that rows and slots differ.
     slots = [slot % max(BUCKETS) for slot in range(1, 3 * len(job.prompts), 3)]
-    for slot, prompt, adapter_slot in zip(slots, job.prompts, adapter_slots, strict=True):
-        outputs[slot] = [harness.prefill(slot, prompt, REPORTED, adapter_slot=adapter_slot)]
+    for slot, prompt, adapter_id in zip(slots, job.prompts, adapter_ids, strict=True):
+        outputs[slot] = [harness.prefill(slot, prompt, REPORTED, adapter_id=adapter_id)]
     for bucket in BUCKETS:
         for _ in range(STEPS):
             active = slots[-ROWS[bucket] :]
@@ -116,14 +116,13 @@ def run(job: Job) -> list[Answer]:
     return [_answer(outputs[slot]) for slot in slots]
 
 
-def _place(harness: Harness, adapters: Sequence[str | None]) -> list[int | None]:
-    """Places the adapters in slots, and returns the slot of each prompt's."""
-    folders = sorted({folder for folder in adapters if folder is not None})
-    for slot, folder in enumerate(folders):
-        assert harness.adapters is not None
-        harness.adapters.load(slot + 1, Path(folder).name, folder)
-        harness.run(place=[AdapterPlacement(slot, slot + 1)])
-    return [None if folder is None else folders.index(folder) for folder in adapters]
+def _load_adapters(harness: Harness, adapters: Sequence[str | None]) -> list[int]:
+    """Loads the adapters, and returns the id of each prompt's; 0 for the base model."""
+    folders = [None, *sorted({folder for folder in adapters if folder is not None})]
+    for adapter_id, folder in enumerate(folders):
+        if folder is not None:
+            harness.load_adapter(adapter_id, Path(folder))
+    return [folders.index(folder) for folder in adapters]
 
 
 def differences(

@@ -184,8 +184,7 @@ class ReplayWorker:
         """Decodes one token for each request and appends it."""
         slots = [self.slots[index] for index in known]
         bucket = next(size for size in SIZES.decode_buckets if size >= len(slots))
-        positions = [len(each) - 1 for each in known.values()]
-        self._take(known, self.run(work=Decode(tuple(slots), tuple(positions), bucket)))
+        self._take(known, self.run(work=Decode(tuple(slots), bucket)))
 
     def _take(self, known: dict[int, list[int]], outputs: list[SlotOutput]) -> None:
         for (index, each), output in zip(known.items(), outputs, strict=True):

@@ -7,7 +7,6 @@ from protos.limits import MAX_LOGPROBS
 from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import (
-    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -32,7 +31,7 @@ MAX_CHUNK = 65536
     [
         None,
         Prefill(2, 128, 5, sample=True),
-        Decode((0, 2), (9, 4), 4, lease=7),
+        Decode((0, 2), 4, steps=7, steps_per_result=3),
         Pool((1,), PoolShape(prompt_len=8, batch=2)),
         Pool((1, 4), PoolShape(prompt_len=8, batch=2, packed=True)),
     ],
@@ -44,12 +43,12 @@ def test_a_plan_survives_the_wire(work: Work | None) -> None:
         work,
         release=(1,),
         copies=(BlockCopy(1, 5, 6, 64),),
-        place=(AdapterPlacement(1, 77),),
         admit=(
-            Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2, adapter_slot=0),
+            Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2, adapter_id=77),
             Admission(4, (5,), 0, sampling_params(), {}, "p", num_prompt_tokens=1, pooling=pooling_params(use_activation=False)),
         ),
         grow=(Growth(0, 1, (4,)),),
+        interrupts=True,
     )  # fmt: skip
     message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
     assert plan_from_proto(message) == plan
@@ -63,10 +62,10 @@ def test_a_result_survives_the_wire() -> None:
         SlotOutput(1, error=Internal("broken")),
         SlotOutput(3, pooled=(0.5, -2.0)),
     ]
-    result = StepResult(3, outputs=outputs, last=False, lease_index=2, execute_us=70)
+    result = StepResult(3, outputs=outputs, last=False, num_steps=2, execute_us=70)
     sent = result_to_proto(StepPlan(3), result)
     read = result_from_proto(worker_pb2.StepResult.FromString(sent.SerializeToString()))
-    assert (read.step, read.last, read.lease_index, read.execute_us) == (3, False, 2, 70)
+    assert (read.step, read.last, read.num_steps, read.execute_us) == (3, False, 2, 70)
     assert [(one.slot, list(one.token_ids), list(one.pooled)) for one in read.outputs] == [
         (0, [5, 6], []), (2, [], []), (1, [], []), (3, [], [0.5, -2.0]),
     ]  # fmt: skip
@@ -77,14 +76,14 @@ def test_a_result_survives_the_wire() -> None:
 
 def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
     """A step in steady state sends neither token ids nor block tables."""
-    plan = StepPlan(3, Decode((0, 2), (9, 4), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
+    plan = StepPlan(3, Decode((0, 2), 4), release=(1,), grow=(Growth(2, 0, (8,)),))
     assert plan_to_proto(plan).ByteSize() < 40
 
 
 @pytest.mark.parametrize(
     ("work", "outputs"),
     [
-        (Decode((4, 1), (0, 0), 2), [SlotOutput(4, (9,)), SlotOutput(1, (3,))]),
+        (Decode((4, 1), 2), [SlotOutput(4, (9,)), SlotOutput(1, (3,))]),
         (Prefill(4, 0, 8, sample=True), [SlotOutput(4, (9,))]),
     ],
 )
@@ -99,11 +98,11 @@ def test_one_token_per_slot_takes_the_compact_form(work: Prefill | Decode, outpu
 @pytest.mark.parametrize(
     ("work", "outputs"),
     [
-        (Decode((4, 1), (0, 0), 2), [SlotOutput(1, (3,))]),
-        (Decode((4, 1), (0, 0), 2), [SlotOutput(1, (3,)), SlotOutput(4, (9,))]),
-        (Decode((4,), (0,), 2), [SlotOutput(4, (9, 8))]),
-        (Decode((4,), (0,), 2), [SlotOutput(4, (), error=Internal("broken"))]),
-        (Decode((4,), (0,), 2), [SlotOutput(4, (9,), (token_logprobs(-0.5, 2),))]),
+        (Decode((4, 1), 2), [SlotOutput(1, (3,))]),
+        (Decode((4, 1), 2), [SlotOutput(1, (3,)), SlotOutput(4, (9,))]),
+        (Decode((4,), 2), [SlotOutput(4, (9, 8))]),
+        (Decode((4,), 2), [SlotOutput(4, (), error=Internal("broken"))]),
+        (Decode((4,), 2), [SlotOutput(4, (9,), (token_logprobs(-0.5, 2),))]),
         (
             Prefill(4, 0, 8, sample=True),
             [SlotOutput(4, (9,), prompt_logprobs=(token_logprobs(-0.5, 2),))],

@@ -81,9 +81,10 @@ def test_work_is_counted_once_under_its_replica() -> None:
     scrape, engine = bench.scrape(), {"engine": "replica-0"}
     assert scrape.value("vllm:prefix_cache_queries_total", **engine) == 20
     assert scrape.value("vllm:prefix_cache_hits_total", **engine) == 8
-    assert scrape.value("triptych:prefill_chunks_total", **engine) == 4
-    assert scrape.value("triptych:prefill_tokens_total", **engine) == 12
-    assert scrape.value("triptych:prefill_padding_tokens_total", **engine) == 4
+    for bucket, steps, tokens in (("1", 0, 0), ("2", 2, 4), ("4", 2, 8)):
+        assert scrape.value("triptych:prefill_chunks_total", bucket=bucket, **engine) == steps
+        assert scrape.value("triptych:prefill_tokens_total", bucket=bucket, **engine) == tokens
+    assert scrape.total("triptych:prefill_padding_tokens_total") == 0
     assert scrape.value("vllm:generation_tokens_total", **engine) == 5
     for bucket, steps in (("1", 3), ("4", 0)):
         assert scrape.value("triptych:decode_steps_total", bucket=bucket, **engine) == steps
@@ -149,6 +150,7 @@ def test_adapters_are_named_as_vllm_names_them() -> None:
     assert running.total("vllm:lora_requests_info") > 0
     assert [dict(labels) for name, labels in running.samples if name == "vllm:lora_requests_info"] == [info]
     rig.run()
+    rig.scheduler.stats.report.adapter_placements = 2
     scrape, engine = bench.scrape(), {"engine": "replica-0"}
     assert scrape.value("triptych:lora_placements_total", **engine) == 2
     assert scrape.value("triptych:lora_loads_total", **engine) == 3

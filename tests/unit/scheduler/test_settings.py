@@ -30,6 +30,16 @@ DESCRIPTION = description_from_proto(
             "--block-size 96 --max-num-batched-tokens 64",
             "64 .the prefill chunk. and block_size 96 must divide one another",
         ),
+        ("--prefill-bucket-strategy manual", "manual prefill buckets need a list"),
+        ("--prefill-bucket-step 1", "the prefill bucket step must be at least 2 for exponential buckets"),
+        (
+            "--prefill-buckets 64,96 --block-size 64",
+            "96 .the prefill chunk. and block_size 64 must divide one another",
+        ),
+        (
+            "--prefill-buckets 64,128 --max-num-batched-tokens 256",
+            "must equal the largest chunk 256, not 128",
+        ),
         ("--block-size 0", "--block-size .TRIPTYCH_BLOCK_SIZE. should be greater than or equal to 1"),
         ("--ageing-s 0.00001", "--ageing-s .TRIPTYCH_AGEING_S. must be 0 or at least 0.001"),
         ("--tenant-weights paid=0", "the weight of paid must be above 0"),
@@ -61,6 +71,25 @@ def test_variables_of_vllm_rbln_are_read(
     """Reference variables set the fields that correspond to them."""
     monkeypatch.setenv(variable, value)
     assert getattr(load(Settings, []), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "buckets"),
+    [
+        ("", (64, 128, 256, 512)),
+        ("--max-num-batched-tokens 128", (64, 128)),
+        ("--prefill-buckets 512,32", (32, 512)),
+        ("--prefill-bucket-strategy LINEAR --prefill-bucket-step 192", (128, 320, 512)),
+        ("--prefill-bucket-min 200", (256, 512)),
+        ("--prefill-bucket-limit 1", (512,)),
+    ],
+)
+def test_prefill_buckets_end_at_the_chunk(flags: str, buckets: tuple[int, ...]) -> None:
+    """A list is used whatever the strategy is; a worker that does not announce buckets runs one size."""
+    settings = load(Settings, flags.split())
+    device = replace(DESCRIPTION, default_chunk=512, prefill_buckets=True)
+    assert shapes_for(settings, device).chunk_sizes == buckets
+    assert shapes_for(settings, replace(device, prefill_buckets=False)).chunk_sizes == buckets[-1:]
 
 
 @pytest.mark.parametrize(

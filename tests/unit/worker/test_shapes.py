@@ -144,6 +144,24 @@ def test_chunk_may_be_several_blocks_or_a_part_of_one() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("buckets", "message"),
+    [
+        ((64, 32, 128), "must ascend to the chunk 128"),
+        ((32, 64), "must ascend to the chunk 128"),
+        ((64, 256), "must ascend to the chunk 128"),
+        ((96, 128), "chunk 96 and block size 128 must divide one another"),
+        ((0, 128), "every size must be at least 1"),
+    ],
+)
+def test_prefill_buckets_that_do_not_fit_are_refused(buckets: tuple[int, ...], message: str) -> None:
+    """They ascend to the chunk, and each lines up with blocks."""
+    sizes = replace(SIZES, chunk=128, block_size=128, prefill_buckets=buckets)
+    with pytest.raises(ConfigurationRefused, match=message):
+        sizes.check(HYBRID, block_size_multiple=32, longest_context=1024)
+    assert replace(sizes, prefill_buckets=()).chunk_sizes == (128,)
+
+
 def test_groups_share_memory_in_the_ratio_of_use() -> None:
     """All groups have blocks for the same number of longest sequences, within the budget."""
     budget = 8 << 20

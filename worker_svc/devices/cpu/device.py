@@ -37,6 +37,12 @@ from worker_svc.shapes import KvGroup
 _vllm_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
 _KERNELS = ("cpu_attention_with_kv_cache", "cpu_attn_reshape_and_cache", "get_scheduler_metadata")
 
+# PyTorch's operators that move values, or round each result once.
+_EXACT_OPERATORS = frozenset({
+    "aten::embedding", "aten::index_select", "aten::cat", "aten::repeat", "aten::clone", "aten::copy_",
+    "aten::neg", "aten::mul.Tensor", "aten::mul_.Tensor", "aten::add.Tensor", "aten::add_.Tensor",
+})  # fmt: skip
+
 # Dimensions of a paged layer's cache; an in-place window's cache has five.
 _PAGED_DIMS = 4
 
@@ -194,6 +200,10 @@ class CpuDevice(Device):
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
         return ops.lower(op, args, result)
+
+    def is_exact(self, operator: str, kernel: Callable[..., Any]) -> bool:
+        """Each of our own kernels computes a row by itself, and attention in an order of its positions."""
+        return isinstance(kernel, Program) or operator in _EXACT_OPERATORS
 
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]

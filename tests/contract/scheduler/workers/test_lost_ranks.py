@@ -22,6 +22,7 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
 EXPECTED = expected_tokens([5, 6, 7], 20)
+LOST = registry_pb2.RegisterEvent.STATE_RANK_LOST
 
 
 @contextlib.asynccontextmanager
@@ -69,6 +70,23 @@ async def test_a_rank_lost_while_others_wait_is_waited_for_again() -> None:
         workers = [FakeRank(rank=rank, tensor=3, life=1) for rank in range(3)]
         async with serving_ranks(scheduler, *workers):
             assert await tokens_of(scheduler, generate_request(max_tokens=20)) == EXPECTED
+
+
+async def test_a_rank_that_waits_in_vain_hears_which_ones_are_lost() -> None:
+    """One that was frozen while its group broke ends then; new ones wait on."""
+    async with run_scheduler(Settings(step_timeout_s=0.3)) as scheduler, contextlib.AsyncExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            ranks.append(
+                await stack.enter_async_context(rank_process(scheduler, FakeRank(rank=rank, tensor=12)))
+            )
+            missing = ", ".join(map(str, range(rank + 1, rank + 9)))
+            text = f"ranks {missing} and {3 - rank} more of replica r0 did not register within 0.3 s"
+            assert [await each.told(LOST) for each in ranks] == [text] * len(ranks)
+        for rank in range(2, 12):
+            other = rank_process(scheduler, FakeRank(rank=rank, tensor=12))
+            ranks += [await stack.enter_async_context(other)]
+        await asyncio.gather(*(rank.serving() for rank in ranks))
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -89,6 +89,8 @@ async def test_two_replicas_of_two_ranks_share_the_queue() -> None:
          "rank 1 of replica r0 says --enable-expert-parallel and rank 0 does not; start all ranks of a replica with the same flags"),
         ({"world_size": 3},
          "rank 1 of replica r0 says --world-size 3, but --tensor-parallel-size 2 x --pipeline-parallel-size 1 is 2"),
+        ({"world_size": 5_000_000, "tensor_parallel_size": 1_000_000, "pipeline_parallel_size": 5},
+         "rank 1 of replica r0 says --tensor-parallel-size 1000000 x --pipeline-parallel-size 5; a replica has at most 1024 ranks"),
         ({"rank": 2}, "rank 2 of replica r0 does not exist: --rank must be below --world-size 2"),
         ({"replica_id": ""},
          "rank 1 of 2 does not say which replica it belongs to; start all ranks of a replica with the same --replica-id"),

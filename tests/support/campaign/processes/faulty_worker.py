@@ -56,12 +56,12 @@ class FaultyWorker(Worker):
         self._last_decode = -1
         self._poisoned: set[int] = set()
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """Runs a step, unless the device fails."""
         started = time.monotonic()
         self._obey(plan)
         self._swallow_poison(plan)
-        launched = super().launch(plan, leased=leased)
+        launched = super().launch(plan)
         if plan.work is not None:
             time.sleep(max(0.0, STEP_S - (time.monotonic() - started)))
         return launched

@@ -23,7 +23,7 @@ def test_the_table_compares_now_and_proposed(state_dir: Path, capsys: pytest.Cap
     """Two lines have the buckets, rows, padded rows and their share; the gain follows."""
     assert cli.main(["plan", "--state-dir", str(state_dir)]) == 0
     text = capsys.readouterr().out
-    assert "smollm2, 1,501 decode steps, 3.7 rows each" in text
+    assert "1,501 decode steps, 3.7 rows each" in text
     lines = [line.split() for line in text.splitlines()]
     assert ["now", "4", "8,008", "2,500", "31.2%", "1,2,4,8"] in lines
     assert ["proposed", "3", "5,508", "0", "0.0%", "3,5,8"] in lines
@@ -45,6 +45,25 @@ def test_the_flags_and_the_variables_are_what_the_scheduler_takes(
     for settings in (by_flags, by_variables):
         assert (settings.decode_bucket_strategy, settings.decode_buckets) == ("manual", (3, 5, 9))
         assert settings.max_num_seqs == 9
+
+
+def test_prefill_buckets_are_planned_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They follow the tokens of chunks and line up with blocks; the flag is the scheduler's."""
+    chunks = {70: 100, 90: 100, 300: 10, 512: 1}
+    recorded = RecordedBatches("m", (1, 2), {1: 1}, (512,), chunks, 16)
+    recorded.write(histogram_path(tmp_path))
+    command = ["plan", "--state-dir", str(tmp_path), "--prefill-graphs", "3", "--json"]
+    assert cli.main(command) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["prefill"]["now"]["tokens"] == 211 * 512
+    assert plan["prefill"]["proposed"] == {
+        "buckets": [96, 304, 512], "tokens": 200 * 96 + 10 * 304 + 512, "padded_tokens": 26 * 100 + 6 * 100 + 4 * 10,
+        "padding_share": pytest.approx(3240 / 22752),
+    }  # fmt: skip
+    settings = load(Settings, plan["flags"])
+    assert settings.chunk_sizes(settings.chunk(0), 16) == (96, 304, 512)
+    assert cli.main(command[:-1]) == 0
+    assert "211 prefill steps, 92.5 tokens each" in capsys.readouterr().out
 
 
 def test_programs_get_json(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

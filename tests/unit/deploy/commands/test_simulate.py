@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -151,3 +152,12 @@ def test_step_times_are_learned_from_metrics(files: list[str], tmp_path: Path) -
     assert (times["max_num_seqs"], times["max_num_batched_tokens"], times["kv_tokens"]) == (8, 128, 6400)
     figures = simulated(tmp_path, *files[:2], "--step-times", str(saved))
     assert figures["ttft_s"]["p50"] == pytest.approx(0.1)
+
+
+def test_the_plot_has_a_curve_for_each_tenant_and_setting(files: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    assert cli.main(["simulate", *files, "--svg", str(path), "--sweep", "replicas=1,2"]) == 0
+    drawing = ET.fromstring(path.read_text())  # noqa: S314 - our own drawing
+    texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"replicas 1, all", "replicas 1, a", "replicas 2, b", "ttft, seconds"} <= set(texts)
+    assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 3 * 2 * 3

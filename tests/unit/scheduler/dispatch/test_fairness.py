@@ -1,5 +1,6 @@
 """What tenants get from one another's load, in virtual time."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -76,3 +77,27 @@ def test_weights_are_shares_of_tokens_under_any_backlog(
         model.run()
     ratio = (served[-1]["a"] - served[0]["a"]) / (served[-1]["b"] - served[0]["b"])
     assert 3.6 <= ratio <= 4.4
+
+
+def test_a_tenant_gets_a_place_back_from_one_that_holds_them_all() -> None:
+    """It need not wait until one of 64 long answers ends, whether slots or memory are taken."""
+    for prompt, blocks in ((100, None), (5000, 64 * 50)):
+        holders = streams(64, 1, prompt, 4000, tenant="a")
+        late = [SimulatedRequest(20.0 + 3 * number, 1000, 100, tenant="b") for number in range(3)]
+        figures = simulated(holders + late, num_blocks=blocks)
+        assert figures["tenants"]["b"]["ttft_s"]["p99"] <= 2.6
+        assert blocks is not None or figures["preemptions"] <= 3
+
+
+def test_shares_of_places_do_not_swing() -> None:
+    """A tenant takes back half of its share at most; the rest comes when answers end."""
+    requests = streams(64, 2, 100, 2000, tenant="a")
+    requests += [SimulatedRequest(5.0, 100, 2000, tenant="b") for number in range(128)]
+    model = Watched(requests, 200.0)
+    held: list[Counter[str]] = []
+    model.watch = lambda: held.append(
+        Counter(one.tenant for one in model._engine.live() if one.slot is not None)
+    )
+    figures = model.run()
+    assert max(one["b"] for one in held[:2000]) >= 16
+    assert figures["preemptions"] <= 32

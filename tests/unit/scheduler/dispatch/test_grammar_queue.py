@@ -70,7 +70,7 @@ def test_other_requests_run_while_one_waits_for_its_grammar() -> None:
     rig.run()
     assert first.tokens == second.tokens == plain.tokens
     assert rig.engine.num_waiting == 0
-    assert rig.engine.grammars.idle
+    assert not rig.engine.grammars._entries
 
 
 def test_a_compiled_grammar_costs_no_waiting() -> None:
@@ -195,7 +195,7 @@ def test_a_grammar_that_is_evicted_each_time_fails_its_request() -> None:
     evict(rig)
     assert isinstance(sink.events[-1].error, Overloaded)
     assert grammars == [A] * MOST_GRAMMAR_LOSSES
-    assert rig.engine.grammars.idle
+    assert not rig.engine.grammars._entries
 
 
 def test_a_token_forgives_lost_grammars() -> None:

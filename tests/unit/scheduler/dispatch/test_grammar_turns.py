@@ -7,14 +7,14 @@ import pytest
 
 from protos.errors import InvalidArgument, Overloaded, Unavailable
 from protos.steps import SlotOutput, StepResult
-from scheduler_svc.dispatch.grammar_queue import MAX_COMPILING_PER_TENANT
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.dispatch.grammar_queue import MAX_OPEN_PER_TENANT
+from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import RequestState
+from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import (
@@ -27,6 +27,7 @@ from tests.support.scheduler.factories import (
     make_submission,
     with_grammar,
 )
+from tests.support.scheduler.simulated_device import Moment
 
 A, B = make_grammar("a"), make_grammar("b")
 ONE_SLOT = make_shapes(max_num_seqs=1, buckets=(1,))
@@ -301,27 +302,86 @@ def test_a_grammar_without_users_is_withdrawn() -> None:
     assert made.withdrawn == [A]
 
 
-def test_compilations_are_limited_per_tenant() -> None:
-    """A few grammars of each tenant compile at once; the next ones follow in order, without aborted ones."""
-    rig, made = one_replica()
-    many = [make_grammar(str(number)) for number in range(MAX_COMPILING_PER_TENANT + 4)]
+def test_grammars_are_compiled_for_the_next_in_line() -> None:
+    """A few of each tenant are ahead of their requests, the most urgent and earliest that have not ended."""
+    rig, made = one_replica(make_shapes(max_num_seqs=2, buckets=(1, 2)))
+    many = [make_grammar(str(number)) for number in range(MAX_OPEN_PER_TENANT + 4)]
     for number, grammar in enumerate(many):
         rig.submit(constrained(f"r{number}", grammar, tenant="greedy"))
-    assert made.asked == many[:MAX_COMPILING_PER_TENANT]
+    assert made.asked == many[:MAX_OPEN_PER_TENANT]
     rig.submit(constrained("mine", A, tenant="other"))
-    assert made.asked[-1] == A
-    rig.engine.grammar_compiled("a", many[3])
-    assert made.asked[-1] == many[MAX_COMPILING_PER_TENANT]
-    rig.engine.abort(f"r{MAX_COMPILING_PER_TENANT + 1}")
+    rig.submit(constrained("urgent", B, tenant="greedy", priority=-1))
+    assert made.asked[-2:] == [A, B]
+    for grammar in (B, many[3]):  # these get the slots
+        rig.engine.grammar_compiled("a", grammar)
+    assert made.asked[-1] == many[MAX_OPEN_PER_TENANT]
+    rig.engine.grammar_compiled("a", many[2])  # waits for a slot
+    assert made.asked[-1] == many[MAX_OPEN_PER_TENANT]
+    rig.engine.abort(f"r{MAX_OPEN_PER_TENANT + 1}")
     assert not made.withdrawn
     rig.engine.abort("r0")
     assert made.withdrawn == [many[0]]
-    assert made.asked[-1] == many[MAX_COMPILING_PER_TENANT + 2]
+    assert made.asked[-1] == many[MAX_OPEN_PER_TENANT + 2]
     rig.engine.grammar_refused("a", many[1], Overloaded("busy"))
-    assert made.asked[-1] == many[MAX_COMPILING_PER_TENANT + 3]
-    for grammar in [*made.asked]:
-        rig.engine.grammar_compiled("a", grammar)
-    assert all(line.idle for line in rig.engine.grammars._lines.values())
+    assert made.asked[-1] == many[MAX_OPEN_PER_TENANT + 3]
+
+
+def test_under_pressure_each_grammar_is_compiled_once() -> None:
+    """A worker that keeps a few grammars, the last used, still has those of the requests that get a slot."""
+    rig, made = one_replica(make_shapes(max_num_seqs=4, buckets=(1, 2, 4)))
+    grammars = {f"r{number}": make_grammar(str(number)) for number in range(80)}
+    cache: dict[Grammar, None] = {}
+
+    def use(grammar: Grammar) -> None:
+        cache.pop(grammar, None)
+        cache[grammar] = None
+        for oldest in list(cache)[:-24]:
+            del cache[oldest]
+
+    def refuses(moment: Moment) -> Unavailable | None:
+        if grammars[moment.request_id] not in cache:
+            return Unavailable("evicted")
+        use(grammars[moment.request_id])
+        return None
+
+    rig.device.refuses = refuses
+    sinks = [rig.submit(constrained(name, grammar)) for name, grammar in grammars.items()]
+    answered = 0
+    while rig.engine.live():
+        for grammar in made.asked[answered : answered + 2]:
+            use(grammar)
+            rig.engine.grammar_compiled("a", grammar)
+            answered += 1
+        rig.step()
+    assert all(sink.events[-1].finish_reason is FinishReason.LENGTH for sink in sinks)
+    assert made.asked == list(grammars.values())
+
+
+def test_an_end_retries_no_more_requests_than_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that lacks the grammars of all that wait makes no end look at each of them."""
+    rig, _ = one_replica()
+    Compiler(rig, "b")
+    grammars = [make_grammar(str(number)) for number in range(30)]
+    for number in range(300):
+        rig.submit(constrained(f"r{number}", grammars[number % 30], max_tokens=2, tenant=f"t{number % 3}"))
+    asked: list[Grammar] = []
+    settle, looks = Placer.settle, 0
+
+    def count(placer: Placer, request: Request) -> bool:
+        nonlocal looks
+        looks += 1
+        return settle(placer, request)
+
+    monkeypatch.setattr(Placer, "settle", count)
+    while rig.engine.live():
+        for grammar in [
+            one for one in grammars if one not in asked and rig.engine.grammars._entries[one].opened
+        ]:
+            asked.append(grammar)
+            rig.engine.grammar_refused("b", grammar, Overloaded("busy"))
+            rig.engine.grammar_compiled("a", grammar)
+        rig.step()
+    assert looks < 300 * 8
 
 
 def test_groups_of_skipped_requests_follow_the_replicas() -> None:

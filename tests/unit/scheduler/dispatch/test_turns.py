@@ -82,6 +82,25 @@ def test_no_request_is_preempted_in_vain() -> None:
     assert all(sink.events[-1].finish_reason is FinishReason.LENGTH for sink in rig.sinks.values())
 
 
+@pytest.mark.parametrize(("length", "preempted"), [(30, 0), (26, 3), (18, 1)])
+def test_blocks_that_a_more_urgent_request_shares_do_not_become_free(length: int, preempted: int) -> None:
+    """As many requests leave at once as certainly make room, or none."""
+    rig = make_rig(make_shapes(max_num_seqs=8, buckets=(1, 8)), num_blocks=13)
+    prefix = list(range(20, 36))
+    for number in range(4):
+        name = f"r{number}"
+        prompt = [*prefix, 90 + number]
+        rig.submit(make_submission(prompt, request_id=name, priority=min(number, 1), max_tokens=30))
+    while rig.engine.num_running < 4:
+        rig.step()
+    assert rig.scheduler.kv.groups[0].pool.num_free == 4
+    rig.submit(make_submission(range(50, 50 + length), request_id="urgent", priority=0, max_tokens=2))
+    assert rig.scheduler.stats.preemptions["priority"] == preempted
+    urgent = rig.engine.find("urgent")
+    assert urgent is not None
+    assert (urgent.slot is None) == (preempted == 0)
+
+
 def test_free_blocks_of_one_kv_group_do_not_help_another() -> None:
     """A preemption that frees only window blocks does not happen when full-attention blocks are short."""
     rig = make_rig(

@@ -242,3 +242,26 @@ def test_a_hit_runs_the_chunks_of_a_miss(groups: tuple[KvGroup, ...]) -> None:
         plans = [plan.work for plan in rig.run() if plan.work is not None]
         cuts.append([(work.start, work.num_tokens) for work in plans])  # type: ignore[union-attr]
     assert cuts == [[(0, 4), (4, 4), (8, 4), (12, 3)], [(12, 3)]]
+
+
+def test_a_shared_block_becomes_free_when_all_its_users_leave() -> None:
+    """It counts once, and what the new sequence hits is neither missing nor free."""
+    kv = make_cache(FULL, num_blocks=13)
+    shared = [prefill(kv, [*range(20, 36), 40 + number]) for number in range(3)]
+    pool = kv.groups[0].pool
+    assert pool.num_free == 12 - 4 - 3
+    new = make_sequence(range(60, 80))  # 6 blocks with its first token
+    assert kv.num_to_leave(new, shared) == 1
+    assert kv.num_to_leave(new, shared, at_least=2) == 2
+    longer = make_sequence(range(50, 86))  # 10 blocks
+    assert kv.num_to_leave(longer, shared[:2]) is None
+    assert kv.num_to_leave(longer, shared) == 3
+    assert kv.num_to_leave(make_sequence([*range(20, 36), 50]), shared) == 0
+    assert (
+        kv.num_to_leave(make_sequence([*range(20, 36), *range(60, 84)]), shared) == 2
+    )  # 11 blocks, 4 of them hit
+    for one in shared:
+        assert not kv.admit(longer)
+        kv.release(one)
+    assert kv.admit(longer)
+    kv.check_integrity()

@@ -192,7 +192,7 @@ def test_a_long_prompt_stalls_decoding_requests_by_a_chunk_of_the_whole_model(
     gaps = [later - earlier for times in came for earlier, later in itertools.pairwise(times)]
     # A step passes through all stages behind the plans in flight: one on each stage, and one that waits.
     assert max(gaps) <= 2 * (chunk_s + decode_s)
-    assert rig.scheduler.stats.chunks >= 60
+    assert rig.scheduler.stats.prefills[CHUNK].steps >= 60
 
 
 def test_chunks_wait_for_one_another_where_a_window_slides_in_place() -> None:

@@ -62,6 +62,21 @@ def test_a_request_waits_only_for_its_shared_prefix() -> None:
     assert rig.sinks["short"].events[0].num_cached_tokens == 4
 
 
+def test_a_shared_prefix_may_end_inside_a_chunk() -> None:
+    """With exact chunks, a request goes on once the chunk with its last shared token is computed."""
+    rig = make_rig(make_shapes(chunk=8, block_size=8), chunk_starts="exact", finest_hit=2)
+    rig.submit(make_submission([*SHARED, *range(40, 60)], request_id="long"))
+    rig.submit(make_submission([*SHARED[:11], 60, 61], request_id="short"))
+    assert state(rig, "short") is RequestState.DEFERRED
+    rig.step()
+    assert state(rig, "short") is RequestState.DEFERRED
+    rig.step()
+    assert state(rig, "short") is not RequestState.DEFERRED
+    rig.run()
+    assert rig.sinks["short"].events[0].num_cached_tokens == 10
+    assert rig.sinks["short"].tokens == expected_tokens([*SHARED[:11], 60, 61], 8)
+
+
 def test_waiting_for_a_prefix_needs_no_slot() -> None:
     """One runs and six wait for it; then all of them hit the cache."""
     rig = make_rig()

@@ -56,7 +56,28 @@ def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
     assert {
         plan.work.bucket for plan in plans if isinstance(plan.work, Decode) and len(plan.work.slots) == 3
     } == {4}
-    assert rig.device.ran <= {("prefill", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
+    assert rig.device.ran <= {("prefill", 1), ("decode", 1), ("decode", 2), ("decode", 4)}
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "expected"),
+    [
+        (1, [(1, 1)]),
+        (3, [(3, 4)]),
+        (4, [(4, 4)]),
+        (8, [(8, 8)]),
+        (9, [(8, 8), (1, 1)]),
+        (21, [(8, 8), (8, 8), (5, 8)]),
+    ],
+)
+def test_a_chunk_runs_in_the_smallest_bucket_that_holds_the_rest(
+    prompt_len: int, expected: list[tuple[int, int]]
+) -> None:
+    """As long as none does, whole chunks run in the largest, so they lie at the same positions as ever."""
+    rig = make_rig(make_shapes(chunk=8, block_size=8))
+    rig.submit(make_submission(range(3, 3 + prompt_len), max_tokens=1))
+    chunks = [plan.work for plan in rig.run() if isinstance(plan.work, Prefill)]
+    assert [(chunk.num_tokens, chunk.bucket) for chunk in chunks] == expected
 
 
 def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
@@ -127,8 +148,23 @@ def test_hits_end_at_chunk_boundaries() -> None:
     assert sink.events[0].num_cached_tokens == 8
 
 
-def test_generated_tokens_are_not_indexed() -> None:
-    """Decode graphs computed their KV, so a hit on them would not be bit-exact with a miss."""
+def test_hits_end_anywhere_with_exact_chunks() -> None:
+    """Also inside a block and a chunk, after generated tokens."""
+    rig = make_rig(
+        make_shapes(chunk=8, block_size=4), chunk_starts="exact", finest_hit=2, cache_generated=True
+    )
+    first = rig.submit(make_submission(range(20, 31), request_id="a", max_tokens=4))
+    rig.run()
+    prompt = [*range(20, 31), *first.tokens, 90]
+    sink = rig.submit(make_submission(prompt, request_id="b", max_tokens=5))
+    rig.run()
+    # The last generated token was not computed.
+    assert sink.events[0].num_cached_tokens == 14
+    assert sink.tokens == expected_tokens(prompt, 5)
+
+
+def test_generated_tokens_may_be_left_out() -> None:
+    """A hit then ends where the prompt was prefilled."""
     rig = make_rig()
     sink = rig.submit(make_submission([5, 6, 7, 8], request_id="a", max_tokens=20))
     rig.run()

@@ -14,6 +14,7 @@ from scheduler_svc.shapes.batch_histogram import (
     RecordedBatches,
     histogram_path,
 )
+from scheduler_svc.shapes.shape_config import ShapeConfig
 
 
 class Rig:
@@ -27,6 +28,10 @@ class Rig:
             None, processors=[capture], wrapper_class=structlog.make_filtering_bound_logger("info")
         )
         self.histogram = BatchHistogram(path, interval_s, lambda: self.now, log)
+
+    def describe(self, model: str, *buckets: int) -> None:
+        shapes = ShapeConfig(64, buckets[-1], 8, 16, buckets, prefill_buckets=(4, 8))
+        self.histogram.describe(model, shapes)
 
     def run(self, steps: dict[int, int]) -> None:
         for rows, number in steps.items():
@@ -46,13 +51,13 @@ def path(tmp_path: Path) -> Path:
 def test_each_interval_logs_one_line() -> None:
     """The line has counts by rows, steps, mean and padding; an interval without steps has none."""
     rig = Rig(None)
-    rig.histogram.describe("m", (1, 4, 8))
+    rig.describe("m", 1, 4, 8)
     rig.run({1: 2, 3: 6})
     rig.tick(9.9)
     assert rig.lines == []
     rig.tick(10.0)
     rig.run({600: 1})
-    rig.histogram.describe("m", (1, 600))
+    rig.describe("m", 1, 600)
     rig.tick(25.0)
     rig.tick(40.0)
     first, second = rig.lines
@@ -80,13 +85,21 @@ def test_the_counts_survive_restarts(path: Path) -> None:
     rigs = []
     for _ in range(3):
         rigs.append(rig := Rig(path))
-        rig.histogram.describe("m", (1, 4))
+        rig.describe("m", 1, 4)
         rig.run({1: 1, 4: 2})
+        rig.histogram.observe_chunk(7)
         rig.tick(100.0)
         rig.histogram.save()
-    assert RecordedBatches.read(path) == RecordedBatches("m", (1, 4), {1: 3, 4: 6})
+    assert RecordedBatches.read(path) == RecordedBatches("m", (1, 4), {1: 3, 4: 6}, (4, 8), {7: 3}, 16)
     assert [rig.histogram.counts[4] for rig in rigs] == [2, 4, 6]
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_of_an_earlier_release_has_no_chunks(path: Path) -> None:
+    """Its decode steps count on."""
+    path.parent.mkdir()
+    path.write_text(json.dumps(GOOD))
+    assert RecordedBatches.read(path) == RecordedBatches("m", (1, 2), {1: 5})
 
 
 def test_a_process_that_ran_nothing_changes_nothing(path: Path) -> None:
@@ -103,10 +116,10 @@ def test_the_file_of_another_model_is_renamed(path: Path) -> None:
     """Its counts do not apply to this model."""
     RecordedBatches("old", (4,), {3: 1}).write(path)
     rig = Rig(path)
-    rig.histogram.describe("new", (2,))
+    rig.describe("new", 2)
     rig.run({2: 5})
     rig.histogram.save()
-    assert RecordedBatches.read(path) == RecordedBatches("new", (2,), {2: 5})
+    assert RecordedBatches.read(path) == RecordedBatches("new", (2,), {2: 5}, (4, 8), {}, 16)
     aside = path.with_name(path.name + ".previous")
     assert RecordedBatches.read(aside).model == "old"
     assert rig.lines[0]["log_level"] == "warning"
@@ -123,6 +136,8 @@ GOOD = {"version": 1, "model": "m", "buckets": [1, 2], "counts": {"1": 5}}
         json.dumps({**GOOD, "counts": {"one": 1}}), json.dumps({**GOOD, "counts": {"9" * 5000: 1}}),
         json.dumps({**GOOD, "counts": {"1": -5}}), json.dumps({**GOOD, "counts": {"1": 1.5}}),
         json.dumps({**GOOD, "counts": {"0": 1}}), json.dumps({**GOOD, "buckets": [2, 1]}),
+        json.dumps({**GOOD, "prefill": 1}), json.dumps({**GOOD, "prefill": {"buckets": [4], "counts": {"3": 1}}}),
+        json.dumps({**GOOD, "prefill": {"buckets": [8, 4], "counts": {}, "block_size": 16}}),
         json.dumps({**GOOD, "buckets": ["1"]}), json.dumps({**GOOD, "buckets": [True]}),
     ],
 )  # fmt: skip

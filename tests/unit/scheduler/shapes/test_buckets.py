@@ -2,6 +2,7 @@
 
 import random
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from scheduler_svc.shapes.buckets import (
     bucket_for,
     decode_buckets,
     plan_buckets,
+    prefill_buckets,
     usage_of,
 )
 
@@ -64,6 +66,45 @@ def test_a_bad_setting_is_refused_with_its_rule(arguments: dict[str, object], me
     """The message names the broken rule."""
     with pytest.raises(ValueError, match=message):
         decode_buckets(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"strategy": "exponential", "chunk": 512, "block_size": 16}, (64, 128, 256, 512)),
+        ({"strategy": "exp", "chunk": 4096, "block_size": 1024}, (512, 1024, 2048, 4096)),
+        ({"strategy": "exp", "chunk": 128, "block_size": 1024}, (64, 128)),
+        ({"strategy": "exp", "chunk": 32, "block_size": 16}, (32,)),
+        ({"strategy": "exp", "chunk": 192, "block_size": 64}, (192,)),  # 96 and 64 do not divide one another
+        ({"strategy": "exp", "chunk": 512, "block_size": 16, "limit": 1}, (512,)),
+        ({"strategy": "linear", "chunk": 256, "block_size": 16, "step": 80}, (96, 176, 256)),
+        ({"strategy": "manual", "chunk": 512, "block_size": 16, "manual": (512, 48)}, (48, 512)),
+    ],
+)
+def test_prefill_buckets_line_up_with_blocks(arguments: dict[str, Any], expected: tuple[int, ...]) -> None:
+    """They end at the chunk; sizes off the grid of blocks are left out."""
+    assert prefill_buckets(**arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"strategy": "manual", "manual": (96, 512)},
+            "prefill bucket 96 and block_size 64 must divide one another",
+        ),
+        (
+            {"strategy": "manual", "manual": (64,)},
+            "the largest manual prefill bucket must equal the largest chunk 512",
+        ),
+        ({"strategy": "manual"}, "manual prefill buckets need a list"),
+        ({"strategy": "exp", "step": 1}, "the prefill bucket step must be at least 2"),
+    ],
+)
+def test_bad_prefill_buckets_are_refused(arguments: dict[str, Any], message: str) -> None:
+    """The text names the kind of bucket and the rule."""
+    with pytest.raises(ValueError, match=message):
+        prefill_buckets(**{"chunk": 512, "block_size": 64, **arguments})
 
 
 @given(st.sampled_from(["exp", "linear"]), st.integers(1, 300), st.integers(2, 9), st.integers(1, 20))

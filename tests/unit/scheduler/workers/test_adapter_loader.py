@@ -1,4 +1,4 @@
-"""The order of a replica's LoadAdapter and UnloadAdapter calls."""
+"""A replica's LoadAdapter and UnloadAdapter calls."""
 
 import asyncio
 from typing import Any, cast
@@ -30,8 +30,9 @@ class Rank:
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, **_: object
     ) -> worker_pb2.LoadAdapterResponse:
-        await self._call(f"load {request.adapter_id}")
-        return worker_pb2.LoadAdapterResponse(rank=8, digest="d")
+        needed = " ".join(map(str, request.needed_ids))
+        await self._call(f"load {request.adapter_id}" + (f", needed {needed}" if needed else ""))
+        return worker_pb2.LoadAdapterResponse(rank=8, digest="d", displaced_ids=[9])
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, **_: object
@@ -55,37 +56,20 @@ def loader_of(rank: Rank) -> tuple[AdapterLoader, list[LoadedAdapter | TriptychE
     return AdapterLoader([cast("Any", rank)], get_logger()), answers
 
 
-async def test_the_calls_of_an_adapter_keep_their_order() -> None:
-    """It is not unloaded before it is loaded, nor loaded again before it is unloaded."""
+async def test_an_adapter_is_unloaded_once_its_load_has_ended() -> None:
+    """A load ends at its own time; nothing else waits for it."""
     rank = Rank()
     loader, answers = loader_of(rank)
-    loader.load(Adapter(1, "a", "a"), answers.append)
+    loader.load(Adapter(1, "a", "a"), 1, list, answers.append)
     loader.unload(1)
-    loader.load(Adapter(1, "a", "a"), answers.append)
-    await settle()
-    assert rank.log == ["load 1"]
-    await rank.end("load 1")
-    assert rank.log == ["load 1", "unload 1"]
-    await rank.end("unload 1")
-    assert rank.log == ["load 1", "unload 1", "load 1"]
-    await rank.end("load 1")
-    assert answers == [LoadedAdapter(8, "d")] * 2
-    loader.close()
-
-
-async def test_a_load_waits_for_unloads_and_for_no_other_load() -> None:
-    """The adapter that leaves makes room for it; one that is read slowly does not concern it."""
-    rank = Rank()
-    loader, answers = loader_of(rank)
-    loader.load(Adapter(1, "slow", "slow"), answers.append)
     loader.unload(2)
-    loader.load(Adapter(3, "b", "b"), answers.append)
+    loader.load(Adapter(1, "a", "a"), 3, lambda: [7, 8], answers.append)
     await settle()
-    assert rank.log == ["load 1", "unload 2"]
-    await rank.end("unload 2")
-    await rank.end("load 3")
-    assert answers == [LoadedAdapter(8, "d")]
-    assert set(rank.open) == {"load 1"}
+    assert set(rank.open) == {"load 1", "unload 2", "load 3, needed 7 8"}
+    await rank.end("load 3, needed 7 8")
+    await rank.end("load 1")
+    assert rank.log[3:] == ["unload 1"]
+    assert answers == [LoadedAdapter(8, "d", displaced=(9,))] * 2
     loader.close()
 
 
@@ -95,7 +79,7 @@ async def test_loads_are_bounded() -> None:
     loader, answers = loader_of(rank)
     most = adapter_loader.MAX_LOADS
     for number in range(most + 2):
-        loader.load(Adapter(number, "a", "a"), answers.append)
+        loader.load(Adapter(1, "a", "a"), number, list, answers.append)
     await settle()
     assert len(rank.open) == most
     await rank.end("load 2")
@@ -121,7 +105,7 @@ async def test_a_call_that_a_worker_ends_may_be_retried(status: grpc.StatusCode)
     """A worker that stops or is slow says nothing against the adapter."""
     rank = FailingRank(status)
     loader, answers = loader_of(rank)
-    loader.load(Adapter(1, "a", "a"), answers.append)
+    loader.load(Adapter(1, "a", "a"), 1, list, answers.append)
     await settle()
     await rank.end("unload 1")
     (answer,) = answers
@@ -134,11 +118,10 @@ async def test_a_rank_that_does_not_answer_takes_the_adapter_off_the_others() ->
     ranks = Rank(), FailingRank(grpc.StatusCode.DEADLINE_EXCEEDED)
     answers: list[LoadedAdapter | TriptychError] = []
     loader = AdapterLoader([cast("Any", rank) for rank in ranks], get_logger())
-    loader.load(Adapter(1, "a", "a"), answers.append)
+    loader.load(Adapter(1, "a", "a"), 1, list, answers.append)
     await settle()
     await ranks[0].end("load 1")
-    for rank in ranks:
-        await rank.end("unload 1")
+    await ranks[0].end("unload 1")
     (answer,) = answers
     assert isinstance(answer, Unavailable)
     assert "did not load the adapter within" in answer.message

@@ -14,8 +14,10 @@ from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 def test_ready_lists_every_graph() -> None:
     """There is one prefill graph, and one decode graph per bucket."""
     shapes = ShapeConfig(1024, 4, 128, 128, (1, 2, 4), (33, 20))
-    ready = convert.ready_to_proto(Ready(shapes, (100, 50), {"load": 1.5}, "ab12", "runtime"), 60.0).ready
+    configured = Ready(shapes, (100, 50), {"load": 1.5}, "ab12", "runtime", "exact")
+    ready = convert.ready_to_proto(configured, 60.0).ready
     assert ready.block_copies == worker_pb2.BLOCK_COPIES_RUNTIME
+    assert ready.chunk_starts == worker_pb2.CHUNK_STARTS_EXACT
     assert ready.weights_digest == "ab12"
     assert list(ready.num_blocks) == [33, 20]
     assert list(ready.bytes_per_block) == [100, 50]
@@ -37,9 +39,10 @@ def test_shapes_are_converted() -> None:
         block_size=256,
         decode_buckets=[2, 4],
         windows_kept_per_slot=3,
+        prefill_buckets=[64, 128],
     )
     assert convert.shapes_from_proto(request) == ShapeConfig(
-        1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3
+        1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3, prefill_buckets=(64, 128)
     )
 
 

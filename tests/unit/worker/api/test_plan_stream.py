@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from structlog.testing import capture_logs
 
-from protos.errors import Internal
 from protos.step_messages import plan_to_proto
-from protos.steps import Admission, Decode, Prefill, StepPlan, StepResult
+from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from tests.support.tracing.fake_tracer import FakeTracer
@@ -20,7 +19,7 @@ from worker_svc.pending_step import PendingStep
 
 
 class Echo:
-    """Decodes positions as tokens."""
+    """Decodes token 7."""
 
     def __init__(self, *, runs_ahead: bool = False) -> None:
         self.runs_ahead = runs_ahead
@@ -29,14 +28,14 @@ class Echo:
     def report(self) -> WorkerReport:
         return WorkerReport(late_graphs=self.num_late, process_memory_bytes=7)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-        del leased
-        positions = plan.work.positions if isinstance(plan.work, Decode) else ()
-        return PendingStep(read_tokens=lambda: positions, runs_ahead=self.runs_ahead)
+    def launch(self, plan: StepPlan) -> PendingStep:
+        if plan.work is None:
+            return PendingStep()
+        return PendingStep(plan.work, read_tokens=lambda: [7], runs_ahead=self.runs_ahead)
 
 
-def lease(step: int, *, continues: bool = False) -> worker_pb2.StepPlan:
-    return plan_to_proto(StepPlan(step, Decode((1,), (7,), 1, 4), continues=continues))
+def decode(step: int) -> worker_pb2.StepPlan:
+    return plan_to_proto(StepPlan(step, Decode((1,), 1, 4)))
 
 
 StreamOf = Callable[[AsyncIterator[worker_pb2.StepPlan], Echo], PlanStream]
@@ -60,7 +59,7 @@ async def stream_of() -> AsyncIterator[StreamOf]:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> None:
-    """A later plan ends a lease, unless it continues it; so does the end of the stream."""
+    """A later plan ends work if it interrupts it; the end of the stream ends what runs."""
     messages: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
@@ -69,24 +68,24 @@ async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> No
 
     stream = stream_of(incoming(), Echo(runs_ahead=runs_ahead))
     results = stream.results()
-    messages.put_nowait(lease(1))
+    messages.put_nowait(decode(1))
     first = await anext(results)
     assert (first.last, first.report) == (False, worker_pb2.WorkerReport(process_memory_bytes=7))
     later = [await anext(results) for _ in range(3)]
     assert [(result.last, result.HasField("report")) for result in later] == [
         (False, False), (False, False), (True, False),
     ]  # fmt: skip
-    assert not stream.is_superseded(1)
-    messages.put_nowait(lease(2, continues=True))
-    assert [(await anext(results)).void for _ in range(4)] == [False] * 4
-    assert not stream.is_superseded(1)
-    messages.put_nowait(worker_pb2.StepPlan(step=3))
+    messages.put_nowait(decode(2))
+    assert [(await anext(results)).num_steps for _ in range(4)] == [1] * 4
+    assert not stream.is_interrupted(1)
+    messages.put_nowait(worker_pb2.StepPlan(step=3, interrupts=True))
     assert (await anext(results)).step == 3
-    assert stream.is_superseded(2)
-    assert not stream.is_superseded(3)
+    assert stream.is_interrupted(2)
+    assert not stream.is_interrupted(3)
     messages.put_nowait(None)
     assert [result async for result in results] == []
-    assert stream.is_superseded(3)
+    assert stream.is_interrupted(3)
+    assert not stream.is_interrupted(3)
 
 
 async def test_a_report_counts_from_the_beginning_of_its_stream(stream_of: StreamOf) -> None:
@@ -94,7 +93,7 @@ async def test_a_report_counts_from_the_beginning_of_its_stream(stream_of: Strea
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         yield worker_pb2.StepPlan(step=0)
-        yield lease(1)
+        yield decode(1)
 
     worker = Echo()
     stream = stream_of(incoming(), worker)
@@ -114,7 +113,7 @@ async def test_a_report_that_fails_costs_no_result(
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         for step in range(3):
-            yield lease(step)
+            yield decode(step)
 
     worker = Echo()
     worker.num_late = 5
@@ -130,7 +129,7 @@ async def test_a_report_that_fails_costs_no_result(
 class Crash(Echo):
     """Has a fault that no step's error covers."""
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         raise SystemExit("a fault")
 
 
@@ -138,7 +137,7 @@ async def test_a_plan_that_is_not_answered_ends_the_stream(stream_of: StreamOf) 
     """The scheduler must not wait for a result that will not come."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield lease(1)
+        yield decode(1)
         await asyncio.Event().wait()
 
     stream = stream_of(incoming(), Crash())
@@ -160,39 +159,15 @@ async def test_a_plan_that_cannot_be_read_ends_the_stream(stream_of: StreamOf) -
         await anext(results)
 
 
-async def test_a_stream_whose_plans_are_all_void_ends(stream_of: StreamOf) -> None:
-    """A scheduler that plans on what will never be is told so, and the log has one line."""
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield lease(1)
-        for step in range(3, 2 * plan_stream.MOST_VOID):  # plan 2 never comes
-            yield lease(step, continues=True)
-        await asyncio.Event().wait()
-
-    with capture_logs() as logs:
-        stream = stream_of(incoming(), Echo())
-        num_void = 0
-
-        async def read() -> None:
-            nonlocal num_void
-            async for result in stream.results():
-                num_void += result.void
-
-        with pytest.raises(Internal, match="were void"):
-            await read()
-    assert num_void == plan_stream.MOST_VOID - 1
-    assert [log["event"] for log in logs] == ["no_progress"]
-
-
 async def test_a_result_that_cannot_be_encoded_ends_the_stream(stream_of: StreamOf) -> None:
     """The scheduler would wait for it as long as for a step that hangs."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield plan_to_proto(StepPlan(1, Decode((1,), (7,), 1)))
+        yield plan_to_proto(StepPlan(1, Decode((1,), 1)))
         await asyncio.Event().wait()
 
     worker = Echo()
-    worker.launch = lambda *_, **__: PendingStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
+    worker.launch = lambda plan: PendingStep(plan.work, read_tokens=lambda: [1 << 40])  # type: ignore[method-assign]
     stream = stream_of(incoming(), worker)
     with pytest.raises(ValueError, match="range"):
         async with asyncio.timeout(5):
@@ -204,18 +179,19 @@ def admission(slot: int, traceparent: str) -> Admission:
 
 
 def test_only_sampled_requests_have_spans() -> None:
-    """Void and idle plans have none either. The end of a stream writes what is left."""
+    """Skipped work has none either. The end of a stream writes what is left."""
     tracer = FakeTracer()
     traces = StepTraces(tracer)
     traces.note(StepPlan(1, Prefill(0, 0, 2, sample=True), admit=(admission(0, ""),)), StepResult(1))
     traces.note(
         StepPlan(2, Prefill(1, 0, 2, sample=True), admit=(admission(1, "p"),)), StepResult(2, execute_us=7000)
     )
-    lease = StepPlan(3, Decode((0, 1), (2, 2), 2, 4))
-    for index in range(3):
-        traces.note(lease, StepResult(3, (5, 6), lease_index=index, execute_us=1000))
-    traces.note(lease, StepResult(3, void=True, lease_index=3))
-    traces.note(StepPlan(4), StepResult(4))
+    decoding = StepPlan(3, Decode((0, 1), 2, 9))
+    traces.note(decoding, StepResult(3, (5, 6, 7, 8), num_steps=2, execute_us=2000))
+    traces.note(decoding, StepResult(3, outputs=[SlotOutput(1, (5,))], execute_us=1000))
+    traces.note(decoding, StepResult(3, outputs=[SlotOutput(0, (5,))], execute_us=1000))
+    traces.note(StepPlan(4, Decode((0, 1), 2)), StepResult(4, num_steps=0))
+    traces.note(StepPlan(5), StepResult(5, num_steps=0))
     assert [span.name for span in tracer.spans] == ["prefill_step"]
     assert tracer.spans[0].end_ns - tracer.spans[0].start_ns == 7_000_000
     traces.close()
@@ -228,11 +204,9 @@ def test_a_slot_belongs_to_its_last_request() -> None:
     """A slot that is released and given away in one plan has two requests, each with its own steps."""
     tracer = FakeTracer()
     traces = StepTraces(tracer)
-    traces.note(StepPlan(1, Decode((1,), (2,), 1), admit=(admission(1, "a"),)), StepResult(1, (5,)))
-    traces.note(
-        StepPlan(2, Decode((1,), (2,), 1), release=(1,), admit=(admission(1, "b"),)), StepResult(2, (5,))
-    )
-    traces.note(StepPlan(3, release=(1,)), StepResult(3))
+    traces.note(StepPlan(1, Decode((1,), 1), admit=(admission(1, "a"),)), StepResult(1, (5,)))
+    traces.note(StepPlan(2, Decode((1,), 1), release=(1,), admit=(admission(1, "b"),)), StepResult(2, (5,)))
+    traces.note(StepPlan(3, release=(1,)), StepResult(3, num_steps=0))
     assert [(span.name, span.traceparent) for span in tracer.spans] == [
         ("decode_steps", "a"),
         ("decode_steps", "b"),

@@ -12,6 +12,7 @@ from protos.errors import Internal
 from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
+from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
@@ -70,8 +71,8 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     batch.admit(request(computed=8))
     batch.copy_admitted()
     work = Prefill(0, 8, 2, sample=True)
-    batch.check(work)
-    tokens, positions, (full, window) = batch.prefill_inputs(work)
+    batch.ready(work)
+    tokens, positions, (full, window) = batch.prefill_inputs(8, work)
     assert tokens.tolist() == [108, 109, 0, 0, 0, 0, 0, 0]
     assert positions.tolist() == [8, 9, 0, 0, 0, 0, 0, 0]
     assert paged(full).slot_mapping.tolist() == [3 * 4, 3 * 4 + 1, 0, 0, 0, 0, 0, 0]
@@ -81,12 +82,38 @@ def test_prefill_inputs_are_padded_into_the_null_block(batch: Batch) -> None:
     assert paged(full).query_start.tolist() == [0, 2]
 
 
+def test_a_chunk_is_padded_to_its_bucket() -> None:
+    """Tokens, positions and slots have the bucket's length; without one, the largest bucket's."""
+    shapes = replace(SIZES, prefill_buckets=(4, 8))
+    batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
+    batch.admit(request(tokens=3))
+    batch.copy_admitted()
+    work = Prefill(0, 0, 3, True, 4)
+    batch.check(work)
+    tokens, positions, (full, _) = batch.prefill_inputs(batch.bucket_of(work), work)
+    assert (tokens.tolist(), positions.tolist()) == ([100, 101, 102, 0], [0, 1, 2, 0])
+    assert paged(full).slot_mapping.tolist() == [4, 5, 6, 0]
+    assert batch.chunk_adapters(4, work).tolist() == [NO_ADAPTER] * 4
+    assert batch.bucket_of(Prefill(0, 0, 3, True)) == 8
+
+
+def test_a_bucket_that_was_not_configured_is_refused() -> None:
+    """So is one with fewer tokens than the chunk."""
+    shapes = replace(SIZES, prefill_buckets=(4, 8))
+    batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
+    batch.admit(request(tokens=6))
+    with pytest.raises(Internal, match=r"in a bucket of 6; the worker has \(4, 8\)"):
+        batch.check(Prefill(0, 0, 6, True, 6))
+    with pytest.raises(Internal, match="prefills tokens 0 to 6"):
+        batch.check(Prefill(0, 0, 6, True, 4))
+
+
 def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     """Rows follow the plan's order; padded rows are one token in the null block."""
     batch.admit(request(slot=2, tokens=6, computed=5))
     batch.admit(Admission(0, range(200, 205), 4, sampling_params(), {0: [7, 8], 1: [17, 18]}))
     batch.copy_admitted()
-    batch.check(Decode((2, 0), (5, 4), 4))
+    batch.ready(Decode((2, 0), 4))
     rows = torch.tensor([2, 0, batch.padding_row, batch.padding_row])
     tokens, positions, (full, _) = batch.decode_inputs(rows)
     assert tokens.tolist() == [105, 204, 0, 0]
@@ -102,14 +129,14 @@ def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
     batch.admit(request(tokens=8))
     batch.copy_admitted()
     work = Prefill(0, 0, 8, sample=True)
-    batch.check(work)
+    batch.ready(work)
     batch.advance_prefill(work, torch.tensor([42]))
-    batch.check(Decode((0,), (8,), 1))
+    batch.ready(Decode((0,), 1))
     rows = torch.tensor([0])
     assert batch.decode_inputs(rows)[0].tolist() == [42]
     batch.advance_rows(rows, torch.tensor([43]))
     batch.advance_decode((0,))
-    batch.check(Decode((0,), (9,), 1))
+    batch.ready(Decode((0,), 1))
     assert batch.decode_inputs(rows)[0].tolist() == [43]
 
 
@@ -119,7 +146,7 @@ def test_growth_appends(batch: Batch) -> None:
     batch.copy_admitted()
     batch.grow(Growth(0, 0, (9,)))
     batch.grow(Growth(0, 0, (8,)))
-    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
     assert paged(full).block_table[0, :4].tolist() == [1, 9, 8, 0]
     assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
 
@@ -131,10 +158,10 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
     batch.release(0)
     batch.release(0)
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(Prefill(0, 0, 8, sample=False))
+        batch.ready(Prefill(0, 0, 8, sample=False))
     batch.admit(request(tokens=3, blocks=1))
     batch.copy_admitted()
-    _, _, (full, _) = batch.prefill_inputs(Prefill(0, 0, 3, sample=True))
+    _, _, (full, _) = batch.prefill_inputs(8, Prefill(0, 0, 3, sample=True))
     assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
 
@@ -146,11 +173,9 @@ def test_a_released_slot_is_free(batch: Batch) -> None:
         (Prefill(0, 2, 8, sample=False), "must sample slot 0 at its last known token"),
         (Prefill(0, 2, 4, sample=True), "must sample slot 0 at its last known token"),
         (Prefill(1, 0, 4, sample=False), "slot 1, which is free"),
-        (Decode((0,), (2,), 1), "2 of 10 computed"),
-        (Decode((0,), (9,), 1), "position 9"),
-        (Decode((0,), (9,), 3), "bucket of 3"),
-        (Decode((0, 0), (9, 9), 2), "do not match"),
-        (Decode((7,), (0,), 1), "slot 7"),
+        (Decode((0,), 3), "bucket of 3"),
+        (Decode((0, 0), 2), "names a slot twice"),
+        (Decode((7,), 1), "slot 7"),
     ],
 )
 def test_work_that_contradicts_the_state_is_refused(
@@ -160,7 +185,7 @@ def test_work_that_contradicts_the_state_is_refused(
     batch.admit(request(computed=2))
     batch.copy_admitted()
     with pytest.raises(Internal, match=message):
-        batch.check(work)
+        batch.ready(work)
 
 
 def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
@@ -168,7 +193,7 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     batch.admit(request(tokens=8, blocks=1))
     batch.copy_admitted()
     with pytest.raises(Internal, match="too few for 8 tokens"):
-        batch.check(Prefill(0, 0, 8, sample=True))
+        batch.ready(Prefill(0, 0, 8, sample=True))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +218,10 @@ def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
     with pytest.raises(Internal, match="block 20"):
         batch.admit(Admission(0, range(5), 0, sampling_params(), {0: (1, 2), 1: (11, 20)}))
     with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.check(Prefill(0, 0, 5, sample=True))
+        batch.ready(Prefill(0, 0, 5, sample=True))
     batch.admit(request(tokens=4, blocks=1))
     batch.copy_admitted()
-    _, _, (full, window) = batch.prefill_inputs(Prefill(0, 0, 4, sample=True))
+    _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
     assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
         [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
     ]
@@ -208,7 +233,7 @@ def test_blocks_behind_a_paged_window_may_be_null(batch: Batch, computed: int) -
     blocks = {0: (1, 2, 3, 4, 5), 1: (0, 12, 13, 14, 15)}
     batch.admit(Admission(0, range(20), computed, sampling_params(), blocks))
     batch.copy_admitted()
-    _, _, (_, window) = batch.prefill_inputs(Prefill(0, computed, 4, sample=False))
+    _, _, (_, window) = batch.prefill_inputs(8, Prefill(0, computed, 4, sample=False))
     assert paged(window).block_table[0].tolist() == [0, 12, 13, 14, 15, 0, 0, 0]
 
 
@@ -236,14 +261,14 @@ def test_prefill_of_an_in_place_window(sliding: Batch) -> None:
     sliding.copy_admitted()
     for slot, start, count, expected in ((0, 0, 5, (0, 5, 3)), (1, 16, 4, (8, 12, 2))):
         work = Prefill(slot, start, count, sample=True)
-        sliding.check(work)
-        _, _, (_, window) = sliding.prefill_inputs(work)
+        sliding.ready(work)
+        _, _, (_, window) = sliding.prefill_inputs(8, work)
         step = in_place(window)
         assert [step.cache_seq_len.tolist(), step.cache_offset.tolist(), step.block_table.tolist()] == [
             [[number]] for number in expected
         ]
         assert step.query_len == 8
-    assert in_place(sliding.prefill_inputs(None)[2][1]).block_table.tolist() == [[0]]
+    assert in_place(sliding.prefill_inputs(8)[2][1]).block_table.tolist() == [[0]]
 
 
 def test_decode_of_an_in_place_window(sliding: Batch) -> None:
@@ -251,8 +276,8 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.admit(sliding_request(2, 31, 30, block=1))
     sliding.copy_admitted()
-    work = Decode((2, 0), (30, 3), 4)
-    sliding.check(work)
+    work = Decode((2, 0), 4)
+    sliding.ready(work)
     rows = torch.tensor([2, 0, sliding.padding_row, sliding.padding_row])
     step = in_place(sliding.decode_inputs(rows)[2][1])
     assert step.cache_seq_len.tolist() == [[8], [3], [0], [0]]
@@ -269,12 +294,12 @@ def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
         sliding.grow(Growth(0, 1, (2,)))
     sliding.admit(Admission(1, range(4), 0, sampling_params(), {0: (5,)}))
     sliding.copy_admitted()
-    with pytest.raises(Internal, match="slot 1 has 0 blocks of group 1"):
-        sliding.check(Prefill(1, 0, 4, sample=True))
+    with pytest.raises(Internal, match="slot 1 has blocks for 0 tokens"):
+        sliding.ready(Prefill(1, 0, 4, sample=True))
     with pytest.raises(Internal, match="null block"):
         sliding.admit(sliding_request(2, 31, 30, block=0))
     sliding.grow(Growth(1, 1, (2,)))
-    sliding.check(Prefill(1, 0, 4, sample=True))
+    sliding.ready(Prefill(1, 0, 4, sample=True))
 
 
 def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:
@@ -358,7 +383,7 @@ def test_a_copy_writes_what_single_admissions_write() -> None:
     together.copy_admitted()
     rows = torch.tensor([3, 0, 7, SLOTS])
     for batch in (together, single):
-        batch.check(Decode([3, 0, 7], [11, 8, 15], SLOTS))
+        batch.ready(Decode([3, 0, 7], SLOTS))
     tokens, positions, _ = together.decode_inputs(rows)
     assert (tokens.tolist(), positions.tolist()) == ([111, 108, 115, 0], [11, 8, 15, 0])
     for one, other in zip(together._tables, single._tables, strict=True):
@@ -389,5 +414,5 @@ def test_a_request_that_leaves_before_the_copy_writes_nothing(leave: Callable[[B
     assert not batch._tokens[2].any()
     batch.admit(admission(2))
     batch.copy_admitted()
-    batch.check(Prefill(2, 8, 1, sample=True))
+    batch.ready(Prefill(2, 8, 1, sample=True))
     assert batch.tokens_of(2, 0, 10).tolist() == [*range(100, 109), 0]

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from protos.errors import ConfigurationRefused, Internal, Unavailable
+from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
 from worker_svc.devices.cpu.device import CpuDevice
@@ -14,7 +14,7 @@ from worker_svc.execution.lockstep import Follower, Leader, PlanRefused, rank_fa
 from worker_svc.pending_step import PendingStep
 from worker_svc.settings import Settings
 
-PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))
+PLAN = StepPlan(1, work=Decode((0,), 1))
 
 # By the error of a step, why the rank gives up; nothing if it goes on.
 ERRORS = [
@@ -31,7 +31,7 @@ class FailingSteps:
 
     error: Exception
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+    def launch(self, plan: StepPlan) -> PendingStep:
         raise self.error
 
     def apply(self, result: StepResult) -> None:
@@ -70,7 +70,7 @@ def test_a_rank_that_waits_for_results_ends_with_its_group() -> None:
     launched = leader.launch(PLAN)
     ranks.close()
     with pytest.raises(RuntimeError, match="the group has ended"):
-        launched.read(PLAN.work)
+        launched.read()
     reasons = {given_up.get(timeout=10) for _ in range(2)}
     assert reasons == {f"rank {rank} cannot go on with its group (the group has ended)" for rank in (0, 1)}
 
@@ -93,24 +93,9 @@ def test_a_result_that_rank_0_cannot_read_ends_its_process() -> None:
     launched = leader.launch(PLAN)
     ranks.end(1, "results").send(b"no message")
     with pytest.raises(Exception, match="parsing"):
-        launched.read(PLAN.work)
+        launched.read()
     assert len(reasons) == 1
     assert reasons[0].startswith("rank 0 cannot go on with its group")
-
-
-def test_calls_before_a_configuration_and_after_it_share_no_unloads() -> None:
-    """An earlier call that ends takes nothing from the later one, and gets nothing of it."""
-    group = cast("Any", FakeGroup(Ranks(2, 1), 1))
-    follower = Follower(FailingSteps(RuntimeError()), group, lambda _: None, lambda: None, lambda _: None)
-    early = follower.await_unload(1)
-    follower.forget_unloads()
-    late = follower.await_unload(1)
-    follower._unload_adapter(1)
-    with pytest.raises(Unavailable, match="configured this worker"):
-        follower.take_unload(1, early)
-    follower.forgo_unload(1, early)
-    assert follower.take_unload(1, late)
-    assert not follower.take_unload(1, follower.await_unload(1))
 
 
 def facts(dtype: str = "float32", **fields: Any) -> dict[str, str]:

@@ -78,6 +78,15 @@ def test_the_formula() -> None:
     assert working_bytes(size, (128, 1, 8), 8, recorded=False) == 128 * per_token + 8 * 50 * (2 + 4)
 
 
+def test_each_prefill_bucket_is_a_graph() -> None:
+    """Its memory is not the KV cache's."""
+    budget, groups = make_budget(GIB), make_groups((0, 512))
+    buckets = replace(SHAPES, prefill_buckets=(128, 256, 512))
+    taken = [cache_bytes(budget.fit(shapes, groups), groups) for shapes in (SHAPES, buckets)]
+    more = working_bytes(SIZE, (128, 256), 0, recorded=True)
+    assert taken[0] - taken[1] == pytest.approx(more * budget.kv_share, abs=GIB // 50)
+
+
 def test_the_cache_takes_its_share_of_what_graphs_leave() -> None:
     """A larger --kv-share gives more blocks, up to what all slots can use."""
     groups = make_groups((0, 512))
@@ -135,6 +144,7 @@ def test_a_sequence_that_is_too_long_names_the_length_that_fits() -> None:
     ("shapes", "flag"),
     [
         (replace(SHAPES, chunk=8192), "--max-num-batched-tokens"),
+        (replace(SHAPES, chunk=4096, prefill_buckets=(512, 1024, 2048, 4096)), "--max-num-batched-tokens"),
         (replace(SHAPES, max_num_seqs=2048, decode_buckets=(1024, 2048)), "--max-num-seqs"),
     ],
 )

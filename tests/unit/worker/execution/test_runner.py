@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protos.errors import Internal
-from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
+from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
 from worker_svc.execution.lockstep import PlanRefused
@@ -87,7 +87,7 @@ def test_a_chunk_that_samples_nothing_is_answered_once_it_has_run(runner: Runner
     )
     assert launched.runs_ahead
     assert launched.read_tokens is not None
-    assert list(launched.read_tokens()) == []
+    assert launched.read(Prefill(0, 0, 8, sample=False)) == ((), ())
 
 
 def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
@@ -108,7 +108,7 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
             2,
             admit=[bad, request(2, [9, 10], computed=1)],
             grow=[Growth(1, 0, (6,)), Growth(0, 0, (5,))],
-            work=Decode((0, 1, 2), (1, 0, 1), 4),
+            work=Decode((0, 1, 2), 4),
         )
     )
     assert [(each.slot, list(each.token_ids)) for each in outputs] == [(1, []), (0, [7]), (2, [11])]
@@ -120,7 +120,7 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
     assert (again.slot, list(again.token_ids), again.error) == (1, [8], None)
 
 
-@pytest.mark.parametrize("work", [Prefill(1, 0, 1, sample=True), Decode((1,), (0,), 1), None])
+@pytest.mark.parametrize("work", [Prefill(1, 0, 1, sample=True), Decode((1,), 1), None])
 def test_a_step_for_a_refused_request_alone_does_nothing(
     runner: Runner, work: Prefill | Decode | None
 ) -> None:
@@ -174,13 +174,9 @@ def test_a_device_that_fails_while_slots_are_freed_leaves_them_free(runner: Runn
 def test_steps_launched_ahead_keep_their_tokens(runner: Runner) -> None:
     """Tokens that are read after later steps were launched are those of their own step."""
     runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
-    work = Decode((0,), (2,), 1, 3)
-    launched = [runner.launch(StepPlan(2, work=work))]
-    for _ in range(2):
-        work = work.next()
-        launched.append(runner.launch(StepPlan(2, work=work), leased=True))
+    launched = [runner.launch(StepPlan(2, work=Decode((0,), 1))) for _ in range(3)]
     assert all(step.runs_ahead and step.read_tokens is not None for step in launched)
-    assert [step.wait(work)[0].token_ids for step in launched] == [(8,), (9,), (10,)]
+    assert [step.wait()[0].token_ids for step in launched] == [(8,), (9,), (10,)]
 
 
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"allowed_token_ids": (7, 8)}])
@@ -189,29 +185,30 @@ def test_a_step_with_more_to_tell_is_not_run_ahead(runner: Runner, field: dict[s
     sampling = sampling_params(temperature=0.0, **field)
     admission = Admission(0, [5, 6], 0, sampling, {0: (1,), 1: (1,)})
     runner.execute(StepPlan(1, admit=[admission], work=Prefill(0, 0, 2, sample=True)))
-    launched = runner.launch(StepPlan(2, work=Decode((0,), (2,), 1)))
+    launched = runner.launch(StepPlan(2, work=Decode((0,), 1)))
     assert not launched.runs_ahead
     assert [output.token_ids for output in launched.outputs] == [(8,)]
 
 
-def test_a_lease_is_checked_with_its_first_step(runner: Runner) -> None:
-    """A lease whose later steps lack a block is refused before any of them runs."""
+def test_all_steps_of_a_plan_are_checked_with_the_first(runner: Runner) -> None:
+    """A plan whose later steps lack a block is refused before any of them runs."""
     runner.execute(StepPlan(1, admit=[request(0, [5] * 14)], work=Prefill(0, 0, 8, sample=False)))
     runner.execute(StepPlan(2, work=Prefill(0, 8, 6, sample=True)))
     with pytest.raises(Internal, match="too few for 17 tokens"):
-        runner.execute(StepPlan(3, work=Decode((0,), (14,), 1, 3)))
+        runner.execute(StepPlan(3, work=Decode((0,), 1, 3)))
 
 
-def test_work_of_a_refused_request_is_left_out_until_its_slot_is_released(runner: Runner) -> None:
-    """Plans that were sent before the scheduler knew of the refusal fail nothing, and other rows run."""
-    runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
-    refused = request(1, [7] * (SIZES.max_model_len + 1))
-    (output,) = runner.execute(StepPlan(2, admit=[refused]))
-    assert output.slot == 1
-    assert output.error is not None
-    assert runner.execute(StepPlan(3, work=Prefill(1, 0, 8, sample=False))) == []
-    outputs = runner.execute(StepPlan(4, work=Decode((0, 1), (2, 0), 2)))
-    assert [(one.slot, list(one.token_ids)) for one in outputs] == [(0, [8])]
-    admitted = request(1, [9, 10])
-    outputs = runner.execute(StepPlan(5, release=[1], admit=[admitted], work=Prefill(1, 0, 2, sample=True)))
-    assert [(one.slot, list(one.token_ids)) for one in outputs] == [(1, [11])]
+def test_a_decode_step_skips_slots_that_are_not_ready(runner: Runner) -> None:
+    """A slot with several known tokens to compute takes part again once a chunk has computed them."""
+    admit = [request(0, [5, 6]), request(1, [7, 8, 9], computed=1)]
+    runner.execute(StepPlan(1, admit=admit, work=Prefill(0, 0, 2, sample=True)))
+    launched = runner.launch(StepPlan(2, work=Decode((1, 0), 2)))
+    assert launched.work == Decode([0], 2)
+    assert launched.wait() == [SlotOutput(0, (8,))]
+    nothing = runner.launch(StepPlan(3, work=Decode((1,), 1)))
+    assert (nothing.work, nothing.wait()) == (None, [])
+    runner.execute(StepPlan(4, work=Prefill(1, 1, 2, sample=True)))
+    assert [output.token_ids for output in runner.execute(StepPlan(5, work=Decode((1, 0), 2)))] == [
+        (11,),
+        (9,),
+    ]

@@ -120,7 +120,7 @@ def test_a_grammar_and_parameters_without_a_common_token_fail(
         (output,) = worker.run(admit=admit, work=Prefill(0, 0, 1, sample=True))
         if start:
             assert (output.token_ids, output.error) == ((8,), None)
-            output, other = worker.run(work=Decode((0, 1), (1, 2), 2))
+            output, other = worker.run(work=Decode((0, 1), 2))
             known.extend(other.token_ids)
         assert output.error is not None
         assert output.error.message.startswith("no token is left that both the grammar and")
@@ -141,7 +141,7 @@ def test_a_grammar_forces_nothing_that_other_parameters_may_forbid(fields: dict[
     admit = [admission(1, (5,), sampling_params(temperature=0.0, **fields), grammar)]
     (output,) = worker.run(admit=admit, work=Prefill(1, 0, 1, sample=True))
     assert output.token_ids == (7,)
-    (output,) = worker.run(work=Decode((1,), (1,), 1))
+    (output,) = worker.run(work=Decode((1,), 1))
     assert output.error is not None
     assert output.error.message.startswith("no token is left that both the grammar and")
 
@@ -161,7 +161,7 @@ def test_it_fails_alone_beside_a_request_with_a_grammar_too(captured: bool) -> N
     once = sampling_params(seed=1, allowed_token_ids=(7,), bad_words=((7, 7),))
     (first,) = worker.run(admit=[admission(0, (5,), once)], work=Prefill(0, 0, 1, sample=True))
     assert first.token_ids == (7,)
-    failed, other = worker.run(work=Decode((0, 1), (1, 1), 2))
+    failed, other = worker.run(work=Decode((0, 1), 2))
     assert failed.error is not None
     assert failed.error.message.startswith("no token is left to sample")
     assert [*known, *other.token_ids] == alone(8)[0][:3]
@@ -201,7 +201,7 @@ def test_prompt_log_probabilities(length: int, output: tuple[int, ...]) -> None:
         assert entry.logprob == pytest.approx(float(row[known[index + 1]]), abs=1e-4)
         assert entry.rank == int((row > row[known[index + 1]]).sum()) + 1
         assert list(entry.top_token_ids) == row.topk(2).indices.tolist()
-    (again,) = worker.run(work=Decode((0,), (len(known),), 1))
+    (again,) = worker.run(work=Decode((0,), 1))
     assert not again.prompt_logprobs
     # The slot's next request did not ask for them.
     (other,) = worker.run(
@@ -240,6 +240,6 @@ def test_a_fault_at_an_admission_leaves_the_slot_free(monkeypatch: pytest.Monkey
     (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN)], work=work)
     assert (len(output.token_ids), output.prompt_logprobs, output.error) == (1, (), None)
     # An admission to a taken slot does not disturb the request in it.
-    (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN, "7 0")], work=Decode((0,), (2,), 1))
+    (output,) = worker.run(admit=[admission(0, (5, 6), PLAIN, "7 0")], work=Decode((0,), 1))
     assert isinstance(output.error, Internal)
-    assert worker.run(work=Decode((0,), (2,), 1))[0].error is None
+    assert worker.run(work=Decode((0,), 1))[0].error is None

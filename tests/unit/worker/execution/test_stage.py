@@ -53,7 +53,7 @@ def test_tokens_arrive_in_the_order_of_steps() -> None:
     chunk = Prefill(0, 2, 1, True)
     batch.advance_prefill(chunk, None)
     stage.pass_on(chunk, torch.zeros(1))
-    stage.pass_on(Decode((1,), (2,), 2), torch.zeros(1))
+    stage.pass_on(Decode((1,), 2), torch.zeros(1))
     stage.apply(StepResult(1, outputs=(SlotOutput(0, (7, 8)),)))
     stage.apply(StepResult(2, (9,)))
     assert known(batch, 0, 5) == [1, 2, 3, 7, 8]
@@ -64,7 +64,7 @@ def test_a_released_slot_takes_no_token() -> None:
     """The slot's next request is not touched by a step of the one before."""
     batch = batch_with(0, 1)
     stage = stage_of(batch)
-    stage.pass_on(Decode((0, 1), (2, 2), 2), torch.zeros(1))
+    stage.pass_on(Decode((0, 1), 2), torch.zeros(1))
     stage.release(0)
     batch.release(0)
     batch.admit(Admission(0, (4, 5), 0, sampling_params(temperature=0.0), {0: (9,)}))

@@ -28,7 +28,7 @@ def select(*sampling: common_pb2.SamplingParams) -> Selection:
         batch.admit(Admission(slot, [1, 2], 1, parameters, {0: [1 + slot]}))
     batch.copy_admitted()
     chooser = TokenSelector(batch, None)
-    return chooser.select([0, 1], ROWS, AWAY, ROWS, make_sampler(batch), BEST)
+    return chooser.select([0, 1], ROWS, AWAY, ROWS, make_sampler(batch), [BEST])
 
 
 def test_greedy_rows_leave_logits_where_they_are() -> None:

@@ -17,7 +17,7 @@ from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, Unava
 from tests.unit.worker.lora.test_checkpoint import PATH, _tensors, _write
 from worker_svc.devices.lora_stack import LayerWeights
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits
-from worker_svc.lora.store import AdapterStore, find_files
+from worker_svc.lora.store import AdapterStore, HostAdapter, find_files
 
 
 class RecordingModel:
@@ -38,32 +38,49 @@ class RecordingModel:
 
 @pytest.fixture
 def store() -> AdapterStore:
-    return AdapterStore(LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=2), RecordingModel())
+    return AdapterStore(LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=3), RecordingModel())
 
 
-def test_an_adapter_is_read_once(store: AdapterStore, tmp_path: Path) -> None:
-    """The same id, name and source is the same adapter; another source is read."""
-    first = store.load(1, "a", str(_write(tmp_path)))
+def load(store: AdapterStore, adapter_id: int, source: str, revision: str = "") -> HostAdapter:
+    """Loads an adapter into a place of its own."""
+    store.reserve(adapter_id)
+    return store.load(adapter_id, "a", source, revision)
+
+
+def test_what_is_said_of_an_adapter(store: AdapterStore, tmp_path: Path) -> None:
+    """Its rank, its memory and a digest of what it computes."""
+    first = load(store, 1, str(_write(tmp_path)))
     assert first.rank == 4
     assert first.num_bytes == 4 * (4 * 6 + 10 * 4)
-    assert store.load(1, "a", str(tmp_path)) is first
+    assert load(store, 2, str(tmp_path)).digest == first.digest
     (tmp_path / "other").mkdir()
     other = _write(tmp_path / "other", _tensors(rank=4), lora_alpha=1)
-    assert store.load(1, "a", str(other)).digest != first.digest
+    assert load(store, 3, str(other)).digest != first.digest
 
 
-def test_the_host_holds_so_many(store: AdapterStore, tmp_path: Path) -> None:
-    """Above --max-cpu-loras, nothing is loaded until something is unloaded."""
+def test_a_full_host_forgets_the_adapter_that_was_used_least_recently(
+    store: AdapterStore, tmp_path: Path
+) -> None:
+    """None that is needed, and no more than must be."""
     source = str(_write(tmp_path))
-    store.load(1, "a", source)
-    store.load(2, "b", source)
-    with pytest.raises(Overloaded, match="holds 2 adapters, as many as --max-cpu-loras allows"):
-        store.load(3, "c", source)
-    store.unload(1)
-    store.unload(1)
-    store.load(3, "c", source)
+    for adapter_id in (1, 2, 3):
+        assert store.displaced([]) == []
+        load(store, adapter_id, source)
+    assert store.displaced([]) == [1]
+    store.place(1)
+    store.use(0, 1)
+    assert store.displaced([]) == [2]
+    assert store.displaced([2, 3]) == [1], "on the device it stays"
+    store.reserve(4)
+    assert store.displaced([]) == [2, 3], "an adapter that is being read has a place"
+    with pytest.raises(Overloaded, match="requests use all 3 adapters that the worker holds"):
+        store.displaced([1, 2])
+    store.unload(4)
+    store.unload(2)
+    store.unload(2)
+    assert store.displaced([1, 3]) == []
     store.forget()
-    store.load(4, "d", source)
+    assert store.displaced([]) == []
 
 
 @pytest.mark.parametrize("how", ["unload", "forget"])
@@ -81,42 +98,69 @@ def test_an_adapter_that_is_unloaded_while_it_is_read(tmp_path: Path, how: str) 
     kept: AdapterStore = AdapterStore(LoraLimits(max_loras=1, max_rank=8, max_cpu_loras=1), Interrupted())
     source = str(_write(tmp_path))
     with pytest.raises(Unavailable, match="adapter a was unloaded while it was read"):
-        kept.load(1, "a", source)
-    kept._model = RecordingModel()
-    kept.load(2, "b", source)
+        load(kept, 1, source)
+    assert kept.displaced([]) == []
 
 
 @pytest.mark.parametrize("source", ["~nosuchuser/x", "/" + 3000 * "x/"])
 def test_odd_sources(store: AdapterStore, source: str) -> None:
     """A path that the system refuses is the client's mistake."""
     with pytest.raises((InvalidArgument, NotFound), match="adapter a"):
-        store.load(1, "a", source)
+        load(store, 1, source)
 
 
-def test_placing(store: AdapterStore, tmp_path: Path) -> None:
-    """Only adapters on the host are placed, in slots that exist; the end of the plans empties the slots."""
-    store.load(5, "a", str(_write(tmp_path)))
-    store.place(1, 5)
+def test_slots_of_the_device(store: AdapterStore, tmp_path: Path) -> None:
+    """An adapter keeps its slot while a request uses it, and then until another one needs the place."""
+    source = str(_write(tmp_path))
+    for adapter_id in (1, 2, 3):
+        load(store, adapter_id, source)
     model: Any = store._model
-    assert set(model.placed[1]) == {PATH}
-    store.check_placed(1)
-    for slot, adapter_id, text in ((2, 5, "there are 2 slots"), (-1, 5, "there are 2"), (0, 6, "adapter 6")):
-        with pytest.raises(Internal, match=text):
-            store.place(slot, adapter_id)
-    with pytest.raises(Internal, match="adapter slot 0, which is empty"):
-        store.check_placed(0)
-    store.unload(5)
-    store.check_placed(1)  # what is on the device stays
-    store.forget_placements()
-    with pytest.raises(Internal, match="slot 1, which is empty"):
-        store.check_placed(1)
+    assert (store.place(1), store.place(2), store.place(1)) == (0, 1, 0)
+    assert set(model.placed[0]) == {PATH}
+    assert store.num_placements == 2
+    store.use(0, 1)
+    store.use(5, 2)
+    with pytest.raises(Internal, match="more than 2 adapters"):
+        store.place(3)
+    store.release(5)
+    store.release(5)
+    store.unload(1)
+    assert (store.place(3), store.place(1)) == (1, 0), "what is on the device stays"
+    with pytest.raises(Unavailable, match="load it again") as caught:
+        store.place(4)
+    assert caught.value.param == "adapter_id"
+    store.forget_slots()
+    with pytest.raises(Unavailable, match="load it again"):
+        store.place(1)
+    assert store.place(3) == 0
+
+
+def test_a_copy_that_fails_leaves_its_slot_empty(tmp_path: Path) -> None:
+    """The next adapter gets the slot."""
+
+    class Broken(RecordingModel):
+        def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
+            raise RuntimeError("the device failed")
+
+    kept = AdapterStore(LoraLimits(max_loras=1, max_rank=8, max_cpu_loras=1), RecordingModel())
+    load(kept, 1, str(_write(tmp_path)))
+    kept.place(1)
+    load(kept, 2, str(tmp_path))
+    kept._model = Broken()
+    with pytest.raises(RuntimeError, match="the device failed"):
+        kept.place(2)
+    kept._model = RecordingModel()
+    kept.unload(1)
+    with pytest.raises(Unavailable):
+        kept.place(1)
+    assert kept.place(2) == 0
 
 
 @pytest.mark.parametrize("source", ["/nowhere/adapter", "./nowhere", "nowhere", "a/b/c"])
 def test_missing_folders(store: AdapterStore, source: str) -> None:
     """A source that is neither a folder nor an id is named."""
     with pytest.raises(NotFound, match=f"adapter a: there is no folder {source}"):
-        store.load(1, "a", source)
+        load(store, 1, source)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +181,11 @@ def test_short_memory_may_pass(tmp_path: Path, error: Exception) -> None:
     kept = AdapterStore(LoraLimits(max_loras=1, max_rank=8, max_cpu_loras=1), Short())
     source = str(_write(tmp_path))
     with pytest.raises(Overloaded, match="no memory left for adapter a"):
-        kept.load(1, "a", source)
-    with pytest.raises(Internal, match="not on the host"):
-        kept.place(0, 1)
+        load(kept, 1, source)
+    with pytest.raises(Unavailable, match="not on the host"):
+        kept.place(1)
     kept._model = RecordingModel()
-    kept.load(1, "a", source)
+    load(kept, 1, source)
 
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -248,9 +292,9 @@ def test_an_id_stands_for_a_commit(hub: Hub, source: str, revision: str, commit:
 def test_the_store_says_which_commit_it_has(hub: Hub) -> None:
     """A host that reads the adapter later has the same, although the branch has moved."""
     store = AdapterStore(LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=4), RecordingModel())
-    first = store.load(1, "a", "org/adapter@v1")
-    moved = store.load(2, "a", "org/adapter")
-    again = store.load(3, "a", "org/adapter", first.revision)
+    first = load(store, 1, "org/adapter@v1")
+    moved = load(store, 2, "org/adapter")
+    again = load(store, 3, "org/adapter", first.revision)
     assert (first.revision, moved.revision, again.revision) == (OLD, NEW, OLD)
     assert first.digest == again.digest != moved.digest
 

@@ -4,6 +4,10 @@
 // keys as panels, [block size / 32][head size / 2][32 keys][2], so scores are products like any other. The
 // second half holds values by pairs of keys, [block size / 2][head size][2], so weighted sums of values are
 // products too.
+//
+// A token's result has the same bits in a decode step and in chunks that begin anywhere. Its keys are summed by
+// tiles and parts whose bounds are absolute positions, and parts are merged in their order. Keys that it does not
+// see add zeros.
 #pragma once
 
 #include "program.h"
@@ -101,6 +105,7 @@ inline void add_values(float* sums, int rows, const bf16* weights, const bf16* v
 // Attends some rows over the keys [begin, end). Row r is at position `position + r / group`. It sees the keys
 // up to its own, or the last `window` of them if that is not 0. `begin` is a multiple of kPanel or the first
 // key that any row sees. `after` is the address that the thread reads next, for prefetching.
+// Tiles end at multiples of kTile, wherever the first one begins.
 inline void look(const Op& op, const View& view, const bf16* queries, int rows, int64_t position, int64_t begin,
                  int64_t end, Seen& seen, const bf16* after) {
   const int64_t group = op.n[1], size = op.n[2], window = op.n[3];
@@ -111,8 +116,8 @@ inline void look(const Op& op, const View& view, const bf16* queries, int rows, 
   std::fill_n(seen.sums, rows * size, 0.0f);
   std::fill_n(seen.most, rows, kNothing);
   std::fill_n(seen.weight, rows, 0.0f);
-  for (int64_t tile = begin / kPanel * kPanel; tile < end; tile += kTile) {
-    const int64_t stop = std::min(tile + kTile, end);
+  for (int64_t tile = begin / kPanel * kPanel; tile < end; tile = (tile / kTile + 1) * kTile) {
+    const int64_t stop = std::min((tile / kTile + 1) * kTile, end);
     const int width = static_cast<int>((stop - tile + kPanel - 1) / kPanel * kPanel);
     for (int at = 0; at < width; at += kPanel) {
       const bf16* keys = view.keys(tile + at);
@@ -158,7 +163,7 @@ inline void look(const Op& op, const View& view, const bf16* queries, int rows, 
         store(weight + at, each);
       }
       const float kept = exponential(seen.most[row] - largest);
-      seen.weight[row] = seen.weight[row] * kept + _mm512_reduce_add_ps(total);
+      seen.weight[row] = std::fma(seen.weight[row], kept, _mm512_reduce_add_ps(total));
       seen.most[row] = largest;
       if (kept != 1.0f)
         for (int64_t at = 0; at < size; at += kLanes) {
@@ -190,13 +195,27 @@ inline void look(const Op& op, const View& view, const bf16* queries, int rows, 
   }
 }
 
+// Adds a later part of a row's keys to its results. `std::fma` leaves no choice of rounding to the compiler.
+inline void merge(float* sums, float& most, float& weight, const float* more, float more_most, float more_weight,
+                  int64_t size) {
+  if (more_most == kNothing) return;
+  const float largest = std::max(most, more_most);
+  const float kept = exponential(most - largest), added = exponential(more_most - largest);
+  weight = std::fma(more_weight, added, weight * kept);
+  most = largest;
+  for (int64_t at = 0; at < size; at += kLanes) {
+    const __m512 before = _mm512_mul_ps(_mm512_loadu_ps(sums + at), _mm512_set1_ps(kept));
+    _mm512_storeu_ps(sums + at, _mm512_fmadd_ps(_mm512_loadu_ps(more + at), _mm512_set1_ps(added), before));
+  }
+}
+
 inline void finish(const Op& op, int64_t head, float* sums, float most, float weight, bf16* out) {
   const int64_t size = op.n[2];
   float kept = 1.0f;
   if (const float* sinks = static_cast<const float*>(op.at[3])) {
     const float largest = std::max(most, sinks[head]);
     kept = exponential(most - largest);
-    weight = weight * kept + exponential(sinks[head] - largest);
+    weight = std::fma(weight, kept, exponential(sinks[head] - largest));
   }
   const __m512 share = _mm512_set1_ps(weight > 0 ? kept / weight : 0.0f);
   for (int64_t at = 0; at < size; at += kLanes) store(out + at, _mm512_mul_ps(_mm512_loadu_ps(sums + at), share));
@@ -240,14 +259,11 @@ inline void attend_part(const Op& op, const Plan& plan, Scratch& scratch, int64_
   if (scratch.parts[pair].fetch_add(1, std::memory_order_acq_rel) != last_part - first_part) return;
   scratch.parts[pair].store(0, std::memory_order_relaxed);
   for (int64_t g = 0; g < group; g++) {
-    float most = kNothing, weight = 0;
-    for (int64_t p = first_part; p <= last_part; p++) most = std::max(most, all[(p * group + g) * each + size]);
-    alignas(64) float sums[kMostHead] = {};
-    for (int64_t p = first_part; p <= last_part; p++) {
+    float* sums = all + (first_part * group + g) * each;
+    float most = sums[size], weight = sums[size + 1];
+    for (int64_t p = first_part + 1; p <= last_part; p++) {
       const float* theirs = all + (p * group + g) * each;
-      const float kept = exponential(theirs[size] - most);
-      weight += kept * theirs[size + 1];
-      for (int64_t at = 0; at < size; at++) sums[at] += kept * theirs[at];
+      merge(sums, most, weight, theirs, theirs[size], theirs[size + 1], size);
     }
     finish(op, head * group + g, sums, most, weight, out + g * size);
   }
@@ -270,10 +286,19 @@ inline void attend_chunk(const Op& op, const Plan& plan, int64_t piece) {
   const int64_t position = plan.seq_lens[row] - count + from;
   const View view{static_cast<const bf16*>(op.at[1]), plan.block_table + row * plan.table_width, plan.block_size, heads,
                   head, size};
-  Seen seen;
-  look(op, view, queries, static_cast<int>(tokens * group), position,
-       window ? std::max<int64_t>(0, position - window + 1) : 0, position + tokens, seen, nullptr);
-  for (int64_t r = 0; r < tokens * group; r++) {
+  const int64_t rows = tokens * group, low = window ? std::max<int64_t>(0, position - window + 1) : 0;
+  const int64_t end = position + tokens;
+  Seen seen, more;
+  for (int64_t part = low / kPart; part * kPart < end; part++) {
+    const bool is_first = part == low / kPart;
+    Seen& found = is_first ? seen : more;
+    look(op, view, queries, static_cast<int>(rows), position, std::max(low, part * kPart),
+         std::min(end, (part + 1) * kPart), found, nullptr);
+    for (int64_t r = 0; !is_first && r < rows; r++)
+      merge(seen.sums + r * size, seen.most[r], seen.weight[r], more.sums + r * size, more.most[r], more.weight[r],
+            size);
+  }
+  for (int64_t r = 0; r < rows; r++) {
     const int64_t g = r % group;
     bf16* out = static_cast<bf16*>(op.at[2]) + ((start + from + r / group) * heads + head) * group * size + g * size;
     finish(op, head * group + g, seen.sums + r * size, seen.most[r], seen.weight[r], out);

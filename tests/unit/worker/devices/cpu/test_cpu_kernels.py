@@ -113,12 +113,13 @@ def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
 
 
 class _Sequences:
-    """Keys and values of some sequences, and a cache that holds NaN wherever nothing was written."""
+    """Queries, keys and values of some sequences, and a cache that holds NaN wherever nothing was written."""
 
     def __init__(self, params: AttentionParams, lengths: Sequence[int]) -> None:
         self.params = params
         self.keys = [_random(length, params.num_kv_heads, params.head_size) for length in lengths]
         self.values = [torch.randn_like(keys) for keys in self.keys]
+        self.queries = [_random(length, params.num_heads, params.head_size) for length in lengths]
         counts = [-(-length // BLOCK) for length in lengths]
         ids = iter(torch.randperm(sum(counts)).add(1).tolist())
         self.tables = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
@@ -128,8 +129,8 @@ class _Sequences:
         self.cache = torch.full(cache_shape, torch.nan).bfloat16()
         self.sinks = torch.randn(params.num_heads) if params.sinks else None
 
-    def step(self, kernels: Kernels, spans: Sequence[tuple[int, int, int]], padding: int) -> None:
-        """Runs (sequence, start, end) as one step and looks at its result."""
+    def step(self, kernels: Kernels, spans: Sequence[tuple[int, int, int]], padding: int = 0) -> torch.Tensor:
+        """Runs (sequence, start, end) as one step, looks at its result and returns it without padding."""
         counts = [end - start for _, start, end in spans]
         total = sum(counts)
 
@@ -149,7 +150,7 @@ class _Sequences:
             slot_mapping=torch.tensor(slots + [0] * padding),
             num_tokens=total,
         )
-        query = _random(total + padding, self.params.num_heads, self.params.head_size)
+        query = gathered(self.queries)
         out = torch.full_like(query, torch.nan)
         attend = kernels.attention(
             AttentionCall(
@@ -163,6 +164,7 @@ class _Sequences:
             mine = slice(at, at + end - begin)
             expected = self._reference(query[mine].float(), row, torch.arange(begin, end))
             torch.testing.assert_close(out[mine].float(), expected, rtol=0, atol=2e-2)
+        return out[:total]
 
     def _reference(self, query: torch.Tensor, row: int, own: torch.Tensor) -> torch.Tensor:
         params, last = self.params, int(own[-1]) + 1
@@ -219,6 +221,28 @@ def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, 
     ends = [1, 8, 136, 137, 265, 300]
     for start, end in itertools.pairwise([0, *ends]):
         sequences.step(kernels, [(0, start, end)], padding=3)
+
+
+@pytest.mark.parametrize("kind", _KINDS, ids=str)
+def test_attention_does_not_depend_on_the_partition(
+    kernels: Kernels, kind: tuple[int, int, int, int, float, bool]
+) -> None:
+    """A token has the same bits in chunks that begin anywhere, and in decode steps, alone or among others."""
+    length, other = 1300, 600
+    sequences = _Sequences(_params(kind), [length, other])
+    sequences.step(kernels, [(1, 0, other - 1)])
+    whole = torch.cat([
+        sequences.step(kernels, [(0, start, min(start + 512, length))]) for start in range(0, length, 512)
+    ])  # fmt: skip
+    for ends in ([1, 2, 33, 34, 515, 516, 1024, 1290], [127, 385, 386, 513, 1025, 1285]):
+        pieces = [
+            sequences.step(kernels, [(0, start, end)], padding=end % 3)
+            for start, end in itertools.pairwise([0, *ends])
+        ]
+        for token in range(ends[-1], length):
+            both = [(0, token, token + 1), (1, other - 1, other)][: 1 + token % 2]
+            pieces.append(sequences.step(kernels, both)[:1])
+        assert torch.equal(torch.cat(pieces), whole)
 
 
 def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:

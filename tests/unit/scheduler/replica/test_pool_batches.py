@@ -36,9 +36,14 @@ class Pool:
             self.engine.submit(make_pool_submission([5] * length, request_id=name, **fields), ListSink())
             self.count += 1
 
-    def batches(self) -> list[tuple[PoolShape, list[int]]]:
-        """Attaches the replica, runs it until nothing waits, and returns shape and requests of each step."""
+    def attach(self) -> None:
+        """Adds the replica; one request becomes the first of its next batch."""
         self.engine.attach("r0", AttachedReplica(self.scheduler, lambda: None))
+
+    def batches(self) -> list[tuple[PoolShape, list[int]]]:
+        """Runs the replica until nothing waits, and returns shape and requests of each step."""
+        if not self.engine.replicas:
+            self.attach()
         found = []
         while (plan := self.scheduler.next_plan()) is not None:
             assert isinstance(plan.work, PoolWork)
@@ -120,7 +125,7 @@ def test_a_removed_request_is_in_no_batch() -> None:
     pool.add(3, 3, 3)
     assert pool.engine.abort("1")
     assert not pool.engine.abort("1")
-    pool.engine.attach("r0", AttachedReplica(pool.scheduler, lambda: None))
+    pool.attach()
     assert pool.engine.abort("0")
     assert pool.batches() == [(shape(4, 4), [2])]
 
@@ -148,8 +153,19 @@ def test_short_texts_do_not_fill_the_context() -> None:
 def test_a_suspect_is_alone_in_its_batch(packed: bool) -> None:
     """It neither joins a batch nor takes others along."""
     pool = Pool(PoolShape(8, 4, packed=packed))
-    pool.add(2, 2, 2)
-    suspect = pool.engine.find("1")
+    pool.add(2, 2, 2, 2)
+    for name in "13":
+        suspect = pool.engine.find(name)
+        assert suspect is not None
+        suspect.worker_losses = 1
+    assert [requests for _, requests in pool.batches()] == [[0, 2], [1], [3]]
+
+
+def test_a_suspect_takes_no_other_along() -> None:
+    """It is first in the order, too."""
+    pool = Pool(PoolShape(8, 4))
+    pool.add(2, 2)
+    suspect = pool.engine.find("0")
     assert suspect is not None
-    suspect.worker_losses = 1
-    assert [requests for _, requests in pool.batches()] == [[0, 2], [1]]
+    suspect.step_failures = 1
+    assert [requests for _, requests in pool.batches()] == [[0], [1]]
