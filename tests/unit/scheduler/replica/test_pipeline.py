@@ -261,7 +261,7 @@ def test_a_failed_step_makes_suspects_that_run_with_nothing_else_in_flight() -> 
 
     def alone_or_without_suspects() -> bool:
         for step in rig.scheduler._in_flight:
-            mine = [request for _, request in step.rows if request.suspect]
+            mine = [request for request in step.here if request.suspect]
             assert not mine or (len(mine) == len(step.requests) == 1 and len(rig.scheduler._in_flight) == 1)
         return rig.scheduler.idle
 

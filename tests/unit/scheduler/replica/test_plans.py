@@ -387,14 +387,14 @@ def test_work_that_failed_or_was_skipped_counts_nowhere(monkeypatch: pytest.Monk
     first, second = planned(rig), planned(rig)
     rig.scheduler.update(StepResult(first.step, error=BROKEN))
     rig.scheduler.update(StepResult(second.step, num_steps=0))
-    assert (stats.chunks, stats.prefill_tokens, sum(stats.chunk_tokens.counts)) == (0, 0, 0)
+    assert (stats.prefills, sum(stats.chunk_tokens.counts)) == ({}, 0)
     rig.device.slots.clear()
     rig.engine.dispatch()
     while not isinstance((plan := planned(rig)).work, Decode):
         answer(rig, plan)
     charged.clear()
     rig.scheduler.update(StepResult(plan.step, error=BROKEN))
-    assert (stats.chunks, stats.prefill_tokens, sum(stats.chunk_tokens.counts)) == (3, 3 * CHUNK, 3)
+    assert (stats.prefills[CHUNK].steps, stats.prefills[CHUNK].rows) == (3, 3 * CHUNK)
     assert (num_steps_run(rig), charged) == (0, [])
 
 
