@@ -201,7 +201,7 @@ class Fleet:
         scheduler = self.schedulers[index]
         started = time.thread_time()
         self.engine.dispatch()
-        plan = scheduler.step()
+        plan = scheduler.next_plan()
         spent = time.thread_time() - started
         if plan is None:
             self._idle.add(index)
@@ -222,7 +222,7 @@ class Fleet:
             shape, tokens = ("decode", len(plan.work.slots)), (7,) * len(plan.work.slots)
         elif isinstance(plan.work, Prefill):
             shape, tokens = ("prefill", int(plan.work.sample)), (7,) if plan.work.sample else ()
-        result = StepResult(plan.step, token_ids=tokens)
+        result = StepResult(plan.step, token_ids=tokens, num_steps=int(plan.work is not None))
         waiting = len(self.engine.waiting)
         started = time.thread_time()
         self.schedulers[index].update(result)

@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.woken.discard(name)
         self.engine.dispatch()
-        self.plans[name] = scheduler.step()
+        self.plans[name] = scheduler.next_plan()
         if (plan := self.plans[name]) is not None:
             self._check(plan)
 
