@@ -25,7 +25,7 @@ ONE_SLOT = make_shapes(max_num_seqs=1, buckets=(1,))
 def first_tokens(rig: Rig, names: list[str]) -> list[str]:
     """Runs all requests; returns their names in the order of their first tokens."""
     order: list[str] = []
-    while rig.step() is not None:
+    while rig.step():
         order += [name for name in names if rig.sinks[name].events and name not in order]
     return order
 
@@ -184,7 +184,7 @@ def test_ageing_also_orders_the_chunks_of_running_requests() -> None:
     submit_urgent()
     low = rig.submit(make_submission(range(50, 62), request_id="low", priority=1, max_tokens=1))
     while rig.engine.find("low"):
-        while rig.scheduler.num_running < 6:
+        while len(rig.engine.waiting) < 3:
             submit_urgent()
         rig.step()
         rig.now += 0.05
