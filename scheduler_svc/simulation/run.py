@@ -99,7 +99,9 @@ class Simulation:
                 compile_grammar=_unused, withdraw_grammar=_unused,
                 load_adapter=_unused, unload_adapter=_unused, failing=lambda: False,
             )  # fmt: skip
-            worker.scheduler = setup.attach(description, (blocks,), _MODEL, link)
+            worker.scheduler = setup.attach(
+                description, setup.make_memory(description, (blocks,)), _MODEL, link
+            )
             self._workers.append(worker)
 
     def _waker(self, index: int, worker: VirtualWorker) -> Callable[[], None]:

@@ -150,6 +150,7 @@ class GeneratingReplicas:
                 "pipeline_stages": shapes.stages,
                 "max_model_len": shapes.max_model_len,
             },
+            make_memory=partial(self._make_cache, shapes),
             attach=partial(self._attach, replica_id, shapes),
         )
 
@@ -158,10 +159,11 @@ class GeneratingReplicas:
         replica_id: str,
         shapes: ShapeConfig,
         description: WorkerDescription,
-        num_blocks: tuple[int, ...],
+        memory: KvCache | None,
         served_name: str,
         link: WorkerLink,
     ) -> ReplicaScheduler:
+        assert memory is not None
         self._check_same_grid(shapes, replica_id)
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
@@ -177,7 +179,7 @@ class GeneratingReplicas:
         make_scheduler = PipelineScheduler if shapes.stages > 1 else ReplicaScheduler
         scheduler = make_scheduler(
             shapes,
-            self._make_cache(shapes, description, num_blocks),
+            memory,
             self._engine,
             Interleave(self._settings.decode_steps_per_chunk),
             clock=self._clock,
@@ -282,6 +284,7 @@ class PoolingReplicas:
             request=configure_pool_to_proto(chosen),
             max_model_len=chosen[-1].prompt_len,
             facts={"shapes": [str(shape) for shape in chosen]},
+            make_memory=lambda *_: None,
             attach=partial(self._attach, replica_id, chosen),
         )
 
@@ -296,11 +299,11 @@ class PoolingReplicas:
         replica_id: str,
         shapes: tuple[PoolShape, ...],
         description: WorkerDescription,
-        num_blocks: tuple[int, ...],
+        memory: KvCache | None,
         served_name: str,
         link: WorkerLink,
     ) -> PoolScheduler:
-        del num_blocks, served_name  # no KV memory, no histogram
+        del memory, served_name  # no KV memory, no histogram
         model = description.model
         self._engine.model = PooledModel(
             model.vocab_size,
