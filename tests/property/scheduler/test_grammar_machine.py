@@ -49,9 +49,9 @@ class GrammarMachine(RuleBasedStateMachine):
             st.lists(st.integers(12, 30), min_size=1, max_size=2),
             st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
         ),
-        lease=st.sampled_from([1, 4]), ahead=st.booleans(), most_open=st.sampled_from([1, 16]),
+        lease=st.sampled_from([1, 4]), depth=st.sampled_from([1, 2, 3]), most_open=st.sampled_from([1, 16]),
     )  # fmt: skip
-    def start(self, slots: int, blocks: list[int], lease: int, ahead: bool, most_open: int) -> None:
+    def start(self, slots: int, blocks: list[int], lease: int, depth: int, most_open: int) -> None:
         self.patch = patch.object(grammar_queue, "MAX_OPEN", most_open)
         self.patch.start()
         buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
@@ -60,7 +60,7 @@ class GrammarMachine(RuleBasedStateMachine):
         self.engine = self.rig.engine
         self.engine.detach("replica-0", Loss.DIED)
         self.blocks = dict(zip(NAMES, blocks, strict=False))
-        self.lease, self.ahead = lease, ahead
+        self.lease, self.depth = lease, depth
         self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice, SimulatedWorker]] = {}
         # Requests with a grammar.
         self.constrained: set[str] = set()
@@ -76,8 +76,8 @@ class GrammarMachine(RuleBasedStateMachine):
     def attach(self, name: str) -> None:
         kv = KvCache(self.shapes, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
         scheduler = ReplicaScheduler(
-            self.shapes, kv, self.engine, Turns(1), clock=lambda: 0.0, max_lease=self.lease,
-            plans_ahead=self.ahead,
+            self.shapes, kv, self.engine, Turns(1), clock=lambda: 0.0, lease_steps=self.lease,
+            depth=self.depth,
         )  # fmt: skip
         device = SimulatedDevice(self.shapes, (FULL,))
         self.replicas[name] = scheduler, device, SimulatedWorker(device.run)
@@ -102,10 +102,8 @@ class GrammarMachine(RuleBasedStateMachine):
             if evicted and moment.request_id.partition("#")[0] in self.constrained
             else None
         )
-        plan = scheduler.interrupt() if scheduler.has_pending else scheduler.next_plan()
-        while plan is not None:
+        while (plan := scheduler.next_plan()) is not None:
             worker.take(plan)
-            plan = scheduler.plan_ahead()
         if worker.has_work:
             scheduler.update(worker.run())
             return True

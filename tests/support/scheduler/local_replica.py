@@ -71,7 +71,7 @@ class LocalReplica:
             options = replace(options, chunk_starts="exact", cache_generated=True)
         kv = KvCache(shapes, groups, blocks, model="m", options=options)
         turns = Turns(decode_steps_per_chunk)
-        self.scheduler = ReplicaScheduler(shapes, kv, self.engine, turns, clock=time.monotonic)
+        self.scheduler = ReplicaScheduler(shapes, kv, self.engine, turns, clock=time.monotonic, depth=1)
         self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))
         self._count = 0
 
@@ -96,7 +96,9 @@ class LocalReplica:
         message = worker_pb2.StepPlan.FromString(plan_to_proto(plan).SerializeToString())
         started = time.perf_counter()
         received = plan_from_proto(message)
-        result = result_to_proto(received, StepResult(received.step, outputs=self.runner.execute(received)))
+        outputs = self.runner.execute(received)
+        num_steps = int(received.work is not None)
+        result = result_to_proto(received, StepResult(received.step, outputs=outputs, num_steps=num_steps))
         ran(plan, time.perf_counter() - started)
         self.scheduler.update(result_from_proto(result))
         return True

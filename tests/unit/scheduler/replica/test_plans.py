@@ -40,9 +40,7 @@ def answer(rig: Rig, plan: StepPlan, steps: int = 1, *, last: bool = True) -> No
         result = rig.device.run(StepPlan(plan.step, plan.work) if index else plan)
         token_ids, outputs = result.token_ids, result.outputs
         done = last and index + 1 == steps
-        rig.scheduler.update(
-            StepResult(plan.step, token_ids, outputs, last=done, num_steps=result.num_steps)
-        )
+        rig.scheduler.update(StepResult(plan.step, token_ids, outputs, last=done, num_steps=result.num_steps))
 
 
 def decoding(rig: Rig, *max_tokens: int, prompt_len: int = 1) -> None:
