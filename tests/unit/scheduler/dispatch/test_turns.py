@@ -91,7 +91,7 @@ def test_blocks_that_a_more_urgent_request_shares_do_not_become_free(length: int
         name = f"r{number}"
         prompt = [*prefix, 90 + number]
         rig.submit(make_submission(prompt, request_id=name, priority=min(number, 1), max_tokens=30))
-    while rig.engine.num_running < 4:
+    while rig.engine.num_running < 4 or rig.scheduler.prefill_backlog:
         rig.step()
     assert rig.scheduler.kv.groups[0].pool.num_free == 4
     rig.submit(make_submission(range(50, 50 + length), request_id="urgent", priority=0, max_tokens=2))
