@@ -192,8 +192,8 @@ class Slots:
 
         After its last chunk a request decodes. Some wait for the chunk's result: a suspect, one from which
         other sequences of its group continue, one whose window, which slides in place, may have to be kept
-        first, and one on a pipeline, where its row would hold up the batch until the chunk has left the last
-        stage.
+        first, and one on a pipeline, where its row would hold up the batch until the chunk has left the
+        last stage.
         """
         self.prefill_backlog -= end - request.granted
         request.granted = end

@@ -85,13 +85,13 @@ def test_no_request_is_preempted_in_vain() -> None:
 @pytest.mark.parametrize(("length", "preempted"), [(30, 0), (26, 3), (18, 1)])
 def test_blocks_that_a_more_urgent_request_shares_do_not_become_free(length: int, preempted: int) -> None:
     """As many requests leave at once as certainly make room, or none."""
-    rig = make_rig(make_shapes(max_num_seqs=8, buckets=(1, 8)), num_blocks=13, decode_steps_per_chunk=0)
+    rig = make_rig(make_shapes(max_num_seqs=8, buckets=(1, 8)), num_blocks=13)
     prefix = list(range(20, 36))
     for number in range(4):
         name = f"r{number}"
         prompt = [*prefix, 90 + number]
         rig.submit(make_submission(prompt, request_id=name, priority=min(number, 1), max_tokens=30))
-    while len(rig.scheduler._decoding) < 4:
+    while rig.engine.num_running < 4 or rig.scheduler.prefill_backlog:
         rig.step()
     assert rig.scheduler.kv.groups[0].pool.num_free == 4
     rig.submit(make_submission(range(50, 50 + length), request_id="urgent", priority=0, max_tokens=2))

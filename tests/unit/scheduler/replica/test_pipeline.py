@@ -109,7 +109,7 @@ def settle(rig: Rig, worker: PipelinedWorker, num_decoding: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_in_steady_decode_the_batches_take_turns(stages: int) -> None:
-    """Each has its share of the requests and a step on a stage; the one whose turn is next has a step waiting."""
+    """Each has its share of the requests and a step on a stage; the next one in turn has a step waiting."""
     rig = pipeline(stages)
     worker = worker_of(rig)
     submit(rig, *[100] * 8)
@@ -261,7 +261,7 @@ def test_a_failed_step_makes_suspects_that_run_with_nothing_else_in_flight() -> 
 
     def alone_or_without_suspects() -> bool:
         for step in rig.scheduler._in_flight:
-            mine = [request for request in step.here if request.suspect]
+            mine = [request for request in step.runs if request.suspect]
             assert not mine or (len(mine) == len(step.requests) == 1 and len(rig.scheduler._in_flight) == 1)
         return rig.scheduler.idle
 
