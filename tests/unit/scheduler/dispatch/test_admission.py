@@ -190,7 +190,7 @@ def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> Non
     small = rig.submit(make_submission(request_id="small", max_tokens=20))
     while not large.tokens:
         rig.step()
-    assert small.events[-1].finish_reason is None
+    assert rig.engine.find("small") is not None
     rig.replace_replica(num_blocks=9, loss=Loss.LEFT)
     rig.run()
     assert small.events[-1].finish_reason is FinishReason.LENGTH
