@@ -11,7 +11,6 @@ from protos.steps import (
     Admission,
     BlockCopy,
     GroupKind,
-    Pool,
     Prefill,
     SlotOutput,
     StepPlan,
@@ -176,12 +175,12 @@ class SimulatedDevice:
 
     def run_work(self, plan: StepPlan) -> StepResult:
         """Runs one step of the plan's work, without slots that are dead or not ready."""
-        assert not isinstance(plan.work, Pool), "this device generates"
         work = without_slots(plan.work, self.dead)
         if work is None:
             return StepResult(plan.step, num_steps=0)
         if isinstance(work, Prefill):
             return self._run_chunk(plan.step, work)
+        assert isinstance(work, Decode), "this device generates"
         assert len(set(work.slots)) == len(work.slots) <= work.bucket
         assert work.bucket in self.shapes.buckets
         ready = [slot for slot in work.slots if self.slots[slot].computed == len(self.slots[slot].tokens) - 1]
