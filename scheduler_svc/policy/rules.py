@@ -74,6 +74,19 @@ class Turns:
         """Decode steps to run before the next chunk, at least one."""
         return max(1, self._ratio - self._decodes)
 
+    def longest_chunk(self, seconds: Mapping[int, float], step_s: float) -> int:
+        """Returns the largest chunk that keeps the gap target, or the smallest if none does.
+
+        Args:
+            seconds: that a chunk of each size takes, sizes ascending.
+            step_s: seconds that the next decode step will take.
+        """
+        sizes = list(seconds)
+        if not self._itl_target_s:
+            return sizes[-1]
+        most_s = self._itl_target_s - self._gap_s - step_s
+        return next((size for size in reversed(sizes) if seconds[size] <= most_s), sizes[0])
+
     def prefill_due(self, request: Request, now_s: float, *, chunk_s: float, step_s: float) -> bool:
         """Whether the next chunk is to run before the next decode step.
 
