@@ -75,6 +75,9 @@ class LearnedTimes:
         self.buckets.setdefault(bucket, LinearTime()).observe(bucket, seconds)
 
     def of_bucket(self, bucket: int) -> float:
-        """Returns the seconds of a prefill step of this bucket; 0 if unknown."""
-        known = self.buckets.get(bucket)
-        return known.seconds if known is not None and known.known else self.chunk.at(bucket)
+        """Returns the seconds of a prefill step of this bucket, or of the next smaller one that has run.
+
+        So each is tried. Without either, it is on the line through all chunks; 0 if none has run.
+        """
+        below = max((size for size, time in self.buckets.items() if size <= bucket and time.known), default=0)
+        return self.buckets[below].seconds if below else self.chunk.at(bucket)
