@@ -43,8 +43,8 @@ class Turns:
     the longest gap between two tokens of a request is one chunk plus one decode step.
 
     With targets, measured times decide instead. A gap target lets chunks follow one another as long as the
-    gap that they make stays below it. A prompt that would miss its target of a first token runs at once, if
-    the gap target allows it.
+    gap that they make stays below it. A prompt that would otherwise miss its target of a first token runs at
+    once, if the gap target allows it. One that has missed it takes turns, or a burst would stop all streams.
 
     On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
     chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
@@ -87,21 +87,23 @@ class Turns:
         most_s = self._itl_target_s - self._gap_s - step_s
         return next((size for size in reversed(sizes) if seconds[size] <= most_s), sizes[0])
 
-    def prefill_due(self, request: Request, now_s: float, *, chunk_s: float, step_s: float) -> bool:
+    def prefill_due(self, request: Request, now_s: float, *, chunk_s: float, rest_s: float, step_s: float) -> bool:
         """Whether the next chunk is to run before the next decode step.
 
         Args:
             request: the request of the chunk.
             now_s: clock reading.
             chunk_s: seconds that the chunk will take; 0 if unknown.
+            rest_s: seconds that all chunks of the request will take, this one included.
             step_s: seconds that the next decode step will take; 0 if unknown.
         """
-        delivery = request.delivery
+        delivery, target_s = request.delivery, self._ttft_target_s
+        waited_s = now_s - delivery.accepted_s
         fits_gap = self._gap_s + chunk_s + step_s <= self._itl_target_s
+        # Another plan runs now, about a chunk, and a decode step would come before this chunk.
         is_late = (
-            self._ttft_target_s
-            and delivery.first_token_s is None
-            and now_s - delivery.accepted_s + chunk_s >= self._ttft_target_s
+            delivery.first_token_s is None
+            and waited_s < target_s <= waited_s + chunk_s + step_s + rest_s
         )
         if is_late and (fits_gap or not self._itl_target_s):
             return True

@@ -276,8 +276,9 @@ class ReplicaScheduler:
         bucket = chunk_for(request.num_ungranted, self._buckets(step_s))
         tokens = min(bucket, request.num_ungranted)
         chunk_s = self.stats.times.of_bucket(bucket)
+        rest_s = chunk_s * -(-request.num_ungranted // tokens)
         if self._decoding and not self._turns.prefill_due(
-            request, self._clock(), chunk_s=chunk_s, step_s=step_s
+            request, self._clock(), chunk_s=chunk_s, rest_s=rest_s, step_s=step_s
         ):
             return None
         start, end = request.granted, request.granted + tokens
