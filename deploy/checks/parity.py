@@ -200,7 +200,7 @@ class _Parity:
             request = Submission(str(id(answer)), tuple(answer.prompt), Sampling(params))
             self._engine.submit(request, answer)
         self._engine.dispatch()
-        while (plan := self._scheduler.step()) is not None:
+        while (plan := self._scheduler.next_plan()) is not None:
             if isinstance(plan.work, Decode):
                 self._num_steps[plan.work.bucket] += 1
             outputs, num_steps = self.worker.execute(plan), int(plan.work is not None)

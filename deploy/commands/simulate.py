@@ -53,11 +53,15 @@ def main(argv: list[str]) -> int:
         for result in results
         for tenant, times in result.pop("curves").items()
     }
-    if options.svg:
-        options.svg.write_text(svg(curves))
-    if options.json:
-        result = {"sweep": results} if options.sweep else results[0]
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    try:
+        if options.svg:
+            options.svg.write_text(svg(curves))
+        if options.json:
+            result = {"sweep": results} if options.sweep else results[0]
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        print(f"triptych simulate: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -249,13 +253,15 @@ def _run(
         return simulate(asked, settings, times, replicas=replicas)
 
     found: dict[str, Any] = {"settings": dict(varied)} if varied else {}
-    if not options.find:
-        return found | run(requests)
     limits = {
         (f"{name}_s", part): most
         for name, part in _LIMITS
         if (most := getattr(options, f"{name}_{part}")) is not None
     }
+    if not options.find:
+        if limits:
+            raise ConfigurationRefused("limits such as --ttft-p99 are for --find rate")
+        return found | run(requests)
     if not limits:
         raise ConfigurationRefused("--find rate needs a limit, such as --ttft-p99 1s")
     rate, figures = find_rate(requests, run, limits, _show_try)

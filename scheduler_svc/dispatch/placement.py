@@ -21,9 +21,6 @@ _USUAL_OUTPUT = 256.0
 # Weight of the earlier mean of them when a request ends.
 _KEPT = 0.98
 
-# Share of the replica's requests that come later, which a chunk delays as well.
-_LATER = 0.7
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoads:
@@ -226,7 +223,6 @@ class Placer:
         times = [replica.scheduler.stats.times for replica in self.replicas.values()]
         chunk = _fastest([each.chunk for each in times], _UNKNOWN_CHUNK)
         decode = _fastest([each.decode for each in times], _UNKNOWN_DECODE)
-        usual_load = sum(_load(replica) for replica in self.replicas.values()) / len(self.replicas)
         probe_before_s = self._clock() - _PROBE_S
 
         def cost(item: tuple[str, AttachedReplica]) -> tuple[bool, bool, float, float]:
@@ -234,7 +230,8 @@ class Placer:
             scheduler, own = replica.scheduler, replica.scheduler.stats.times
             is_recent = replica.placed_s > probe_before_s or scheduler.num_running > 0
             seconds = self._seconds(
-                request, replica, usual_load,
+                request,
+                replica,
                 own.chunk if own.chunk.known and is_recent else chunk,
                 own.decode if own.decode.known and is_recent else decode,
             )  # fmt: skip
@@ -244,12 +241,11 @@ class Placer:
         return sorted(free, key=cost)
 
     def _seconds(
-        self, request: Request, replica: AttachedReplica, usual_load: float, chunk: LinearTime, decode: LinearTime
-    ) -> float:  # fmt: skip
+        self, request: Request, replica: AttachedReplica, chunk: LinearTime, decode: LinearTime
+    ) -> float:
         """Returns the seconds that a request takes on a replica, and those that others lose by it.
 
-        Others wait while its chunks run, and more rows may slow their decode steps. Chunks that a cached
-        prefix would spare take time from later requests, too, and there are as many as on any replica.
+        Others wait while its chunks run, and more rows may slow their decode steps.
         """
         scheduler, load = replica.scheduler, _load(replica)
         # A pooling replica takes a whole text in a step.
@@ -260,7 +256,7 @@ class Placer:
             own_s += chunk.seconds  # copying an adapter to the device takes about as long as a chunk
         num_steps = min(self._output, request.end - len(request.token_ids))
         step_s = decode.at(load + 1) + load * decode.slope / 2  # others have half their steps left
-        return waits_s + own_s * (1 + load + _LATER * usual_load) + num_steps * step_s
+        return waits_s + own_s * (1 + load) + num_steps * step_s
 
     def _preempt_for(self, request: Request) -> bool:
         """Makes room by preempting the least urgent running requests, if the waiting one is more urgent."""

@@ -103,13 +103,14 @@ class Tenants:
         """
         if not self.num_requests:
             return None
-        share = self.shares((tenant,))[tenant]
         for name, own, total, more, most in (
             (MAX_REQUESTS, self.requests[tenant], self.num_requests, count, max_requests),
             (MAX_TOKENS, self._tokens[tenant], self.num_tokens, num_tokens, max_tokens),
         ):
             after, mine = total + more, own + more
-            limit = math.inf if after <= most // 2 else share * (most if after <= most else most // 2)
+            limit = math.inf
+            if after > most // 2:
+                limit = self.shares((tenant,))[tenant] * (most if after <= most else most // 2)
             if after > most + max(1, most // 2) or (own and mine > limit):
                 return name
         return None

@@ -12,11 +12,12 @@ from protos.service.channels import PLAIN, LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
 from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.adapter_loader import AdapterLoader
-from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.deployment import Deployment, make_memory
 from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
 from scheduler_svc.workers.losses import FailedSteps, FailedTooOften
@@ -158,21 +159,24 @@ class ReplicaDriver:
         configuring = Configuring(self._ranks, self._deployment, step_timeout_s=self._step_timeout_s)
         configured = await configuring.run()
         async with loop.stream() as call:
-            scheduler = self._attach(configured, link)
+            num_blocks = tuple(configured.ready.num_blocks)
+            memory = await asyncio.to_thread(
+                make_memory, configured.setup, configured.description, num_blocks
+            )
+            scheduler = self._attach(configured, memory, link)
             self._attached = True
             self._on_ready()
             await loop.run(call, scheduler, first_step_timeout_s=configured.first_step_timeout_s)
 
-    def _attach(self, replica: Configured, link: WorkerLink) -> StepScheduler:
+    def _attach(self, replica: Configured, memory: KvCache | None, link: WorkerLink) -> StepScheduler:
         """Attaches the replica to the deployment."""
-        num_blocks = tuple(replica.ready.num_blocks)
         scheduler = self._deployment.attach(
-            self._replica_id, replica.description, replica.setup, num_blocks, replica.files, link
+            self._replica_id, replica.description, replica.setup, memory, replica.files, link
         )
         self._deployment.phase_seconds[self._replica_id] = dict(replica.ready.phase_seconds)
         self._log.info(
             "ready",
-            num_blocks=list(num_blocks),
+            num_blocks=list(replica.ready.num_blocks),
             graphs=len(replica.ready.graphs),
             phase_seconds=dict(replica.ready.phase_seconds),
         )

@@ -171,6 +171,11 @@ class Decoding:
         return len(self._homes)
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether there are several batches, one for each stage."""
+        return len(self._batches) > 1
+
+    @property
     def num_active(self) -> int:
         """Batches that have requests."""
         return sum(bool(batch.members) for batch in self._batches)
@@ -214,7 +219,7 @@ class Decoding:
         for batch in tuple(self._batches):
             if not batch.members:
                 continue
-            if len(self._batches) > 1:
+            if self.is_pipelined:
                 self._rebalance(batch, buckets)
             if steps := batch.grant(most_steps, grow, make_room):
                 self._batches.remove(batch)

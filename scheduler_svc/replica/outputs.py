@@ -66,6 +66,8 @@ class Outputs:
         for output in result.outputs:
             if output.error is not None and output.slot not in step.ignored:
                 self._fail_slot(output.slot, output.error)
+        if isinstance(work, Prefill) and not result.num_steps and work.slot not in step.ignored:
+            self._slots.preempt(step.requests[0], "fault")  # the worker does not have the request
 
     # ---- faults ----
 

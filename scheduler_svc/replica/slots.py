@@ -191,15 +191,17 @@ class Slots:
         """Notes that a chunk up to token ``end`` is sent.
 
         After its last chunk a request decodes. Some wait for the chunk's result: a suspect, one from which
-        other sequences of its group continue, and one whose window, which slides in place, may have to be
-        kept first.
+        other sequences of its group continue, one whose window, which slides in place, may have to be kept
+        first, and one on a pipeline, where its row would hold up the batch until the chunk has left the
+        last stage.
         """
         self.prefill_backlog -= end - request.granted
         request.granted = end
         if request.num_ungranted:
             return
         self.prefilling.remove(request)
-        if not (request.suspect or request.can_fork or self._kv.slides_in_place):
+        waits = self._kv.slides_in_place or self._decoding.is_pipelined
+        if not (request.suspect or request.can_fork or waits):
             self._decoding.add(request)
 
     def prefilled(self, request: Request) -> bool:

@@ -47,7 +47,11 @@ class Tally:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """Returns values of each kind of time, seconds, with the share of values up to them."""
         shares = [percent / 100 for percent in range(1, 101)]
-        times = {"ttft": Counter(self.ttft_s), "gap": self.gaps_us, "latency": Counter(self.latency_s)}
+        times: dict[str, Counter[Any]] = {
+            "ttft": Counter(self.ttft_s),
+            "gap": self.gaps_us,
+            "latency": Counter(self.latency_s),
+        }
         return {
             name: [
                 (value * (1e-6 if name == "gap" else 1), share)

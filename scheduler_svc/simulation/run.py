@@ -64,8 +64,9 @@ class Simulation:
         self._requests = requests
         self._prompts = PromptMaker()
         self._measures = Measures(clock, self._ended)
-        self._engine = make_engine(settings, clock)
-        self._workers: list[VirtualWorker] = []
+        self.engine = make_engine(settings, clock)
+        self.workers: list[VirtualWorker] = []
+        """By replica."""
         self._woken: set[int] = set()
         # Step ends by time, and the arrivals of later turns.
         self._ends: list[tuple[float, int]] = []
@@ -84,7 +85,7 @@ class Simulation:
         lengths = [one.prompt_tokens + one.output_tokens for one in self._requests]
         longest = max(lengths, default=1)
         histogram = BatchHistogram(None, None, lambda: self.now, get_logger())
-        factory = GeneratingReplicas(settings, self._engine, histogram, lambda: self.now)
+        factory = GeneratingReplicas(settings, self.engine, histogram, lambda: self.now)
         for index, each in enumerate(times):
             description = _description(each, max(longest, settings.max_model_len or 2))
             setup = factory.set_up(f"replica-{index}", description)
@@ -93,19 +94,21 @@ class Simulation:
             # More blocks than all requests together take would only cost time.
             most = sum(length // block_size + 2 for length in lengths)
             blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
-            worker = VirtualWorker(each, lambda: self.now, self._engine.dispatch)
+            worker = VirtualWorker(each, lambda: self.now, self.engine.dispatch)
             link = WorkerLink(
                 wake=self._waker(index, worker),
                 compile_grammar=_unused, withdraw_grammar=_unused,
                 load_adapter=_unused, unload_adapter=_unused, failing=lambda: False,
             )  # fmt: skip
-            worker.scheduler = setup.attach(description, (blocks,), _MODEL, link)
-            self._workers.append(worker)
+            worker.scheduler = setup.attach(
+                description, setup.make_memory(description, (blocks,)), _MODEL, link
+            )
+            self.workers.append(worker)
 
     def _waker(self, index: int, worker: VirtualWorker) -> Callable[[], None]:
         def wake() -> None:
             self._woken.add(index)
-            if self._workers:
+            if self.workers:
                 worker.wake()
 
         return wake
@@ -137,23 +140,23 @@ class Simulation:
                 if self.now >= self._look_s:
                     self._look()
                 self._woken.discard(index)
-                self._workers[index].finish()
+                self.workers[index].finish()
                 self._schedule(index)
             else:
                 break
             while self._woken:
                 index = self._woken.pop()
-                if self._workers[index].ends_s is None:
-                    self._workers[index].start()
+                if self.workers[index].ends_s is None:
+                    self.workers[index].start()
                     self._schedule(index)
-        if left := self._engine.num_running + self._engine.num_waiting:
+        if left := self.engine.num_running + self.engine.num_waiting:
             raise Internal(f"the scheduler stopped with {left} requests left at {self.now:.3f} s")
         if self._measures.failures:
             raise Internal(f"{len(self._measures.failures)} requests failed: {self._measures.failures[0]}")
         return self._figures(start_s)
 
     def _schedule(self, index: int) -> None:
-        ends_s = self._workers[index].ends_s
+        ends_s = self.workers[index].ends_s
         if ends_s is not None:
             heapq.heappush(self._ends, (ends_s, index))
 
@@ -174,13 +177,13 @@ class Simulation:
         )
         self._measures.arrived(request_id, request.tenant, arrival_s)
         try:
-            self._engine.submit(submission, self._measures)
+            self.engine.submit(submission, self._measures)
         except Overloaded:
             self._measures.rejected(request_id)
         except TriptychError as error:
             raise ConfigurationRefused(f"the request that arrives at {arrival_s:g} s: {error}") from error
         else:
-            self._measures.accepted(request_id, self._engine.find(request_id))
+            self._measures.accepted(request_id, self.engine.find(request_id))
 
     def _ended(self, request_id: str) -> None:
         session = self._session_of.pop(request_id, "")
@@ -196,15 +199,15 @@ class Simulation:
         The free end of a sequence's last block is not counted: nothing else could use it.
         """
         self._look_s = self.now + self._look_every_s
-        for memory in self._engine.memory().values():
+        for memory in self.engine.memory().values():
             self._allocated += sum(group.num_used for group in memory.groups) * memory.block_size
-        for request in self._engine.live():
+        for request in self.engine.live():
             for table in request.kv.tables:
                 begun = -(-request.kv.num_computed // self._block_size)
                 self._uncomputed += max(0, len(table.blocks) - begun) * self._block_size
 
     def _figures(self, start_s: float) -> dict[str, Any]:
-        measures, workers = self._measures, self._workers
+        measures, workers = self._measures, self.workers
         span_s = measures.ended_s - start_s
         total = Tally()
         for tally in measures.tenants.values():

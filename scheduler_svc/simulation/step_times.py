@@ -82,8 +82,15 @@ class StepTimes(BaseModel):
         return times
 
     def write(self, path: Path) -> None:
-        """Writes a file that :meth:`read` reads."""
-        path.write_text(json.dumps(self.model_dump(exclude_defaults=True), indent=2) + "\n")
+        """Writes a file that :meth:`read` reads.
+
+        Raises:
+            ConfigurationRefused: it cannot be written.
+        """
+        try:
+            path.write_text(json.dumps(self.model_dump(exclude_defaults=True), indent=2) + "\n")
+        except OSError as error:
+            raise ConfigurationRefused(f"--step-times {path}: {error.strerror}") from error
 
     def chunk(self, tokens: int) -> float:
         """Returns the seconds of a prefill step of this many tokens, padding included."""

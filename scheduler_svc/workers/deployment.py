@@ -11,6 +11,7 @@ from protos.service.logs import get_logger
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, Totals
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
@@ -22,7 +23,7 @@ from scheduler_svc.workers.progress import Stall
 from scheduler_svc.workers.replicas import GeneratingReplicas, PoolingReplicas, make_engine
 
 # Delay after a replica is lost: by then its driver has dropped the last references to its block pools.
-_COLLECT_DELAY_S = 5.0
+_DISMANTLE_DELAY_S = 5.0
 
 # Facts about the model in which all replicas must agree.
 _SHARED_FACTS = ("source", "architecture", "vocab_size", "dtype", "pool_tasks", "pooled_size")
@@ -101,7 +102,7 @@ class Deployment:
         replica_id: str,
         description: WorkerDescription,
         setup: ReplicaSetup,
-        num_blocks: tuple[int, ...],
+        memory: KvCache | None,
         files: Mapping[str, bytes],
         link: WorkerLink,
     ) -> StepScheduler:
@@ -119,7 +120,7 @@ class Deployment:
             max_model_len=setup.max_model_len,
         )
         self._check_same_model(served, replica_id)
-        scheduler = setup.attach(description, num_blocks, served.name, link)
+        scheduler = setup.attach(description, memory, served.name, link)
         if self.served is None:
             self.served = served
         elif not self.served.model.weights_digest:
@@ -128,7 +129,8 @@ class Deployment:
             self._give_up.cancel()
             self._give_up = None
         self.starting.pop(replica_id, None)
-        _freeze_garbage()
+        # Later collections leave the new blocks alone: scanning a million would stop all replicas for 0.3 s.
+        gc.freeze()
         self._announce_serving()
         return scheduler
 
@@ -141,10 +143,14 @@ class Deployment:
         if totals is not None:
             for listener in self._detach_listeners:
                 listener(replica_id, totals)
+        replica = self.engine.replicas.get(replica_id)
+        memory = None if replica is None else replica.scheduler.kv
         detached = self.engine.detach(replica_id, loss)
         if totals is not None:
             self.losses.note(replica_id, loss, detached)
-            asyncio.get_running_loop().call_later(_COLLECT_DELAY_S, _freeze_garbage)
+            if memory is not None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(_DISMANTLE_DELAY_S, loop.run_in_executor, None, _dismantle, memory)
             self._announce_serving()
         wait_s, call_later = self._settings.replica_wait_s, asyncio.get_running_loop().call_later
         if not self._has_replicas and self._give_up is None:
@@ -224,11 +230,18 @@ class Deployment:
             self._log.error("waiting_requests_failed", count=failed, reason="no worker")
 
 
-def _freeze_garbage() -> None:
-    """Collects garbage and exempts the surviving objects from later collections.
+def make_memory(
+    setup: ReplicaSetup, description: WorkerDescription, num_blocks: tuple[int, ...]
+) -> KvCache | None:
+    """Makes a replica's KV memory on a thread; its many objects start no collection meanwhile."""
+    gc.disable()
+    try:
+        return setup.make_memory(description, num_blocks)
+    finally:
+        gc.enable()
 
-    Scanning a million blocks would stop all replicas for 0.3 s.
-    """
-    gc.unfreeze()  # the pools of lost replicas are full of cycles
-    gc.collect()
-    gc.freeze()
+
+def _dismantle(memory: KvCache) -> None:
+    """Frees the KV memory of a lost replica on a thread."""
+    for group in memory.groups:
+        group.pool.dismantle()

@@ -7,6 +7,7 @@ from typing import Protocol
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.registry import Adapter, LoadAnswer
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.grammar_compiler import Answered
@@ -61,9 +62,12 @@ class ReplicaSetup:
     """Longest sequence that the replica serves, tokens."""
     facts: Mapping[str, object]
     """The configuration for the log."""
-    attach: Callable[[WorkerDescription, tuple[int, ...], str, WorkerLink], StepScheduler]
-    """Attaches the replica to the engine, given the configured worker's description, its blocks per KV group
-    and the name of the model.
+    make_memory: Callable[[WorkerDescription, tuple[int, ...]], KvCache | None]
+    """Makes the KV memory of the configured worker, given its blocks per KV group; None if it has none. Safe
+    on any thread: a million blocks take a second."""
+    attach: Callable[[WorkerDescription, KvCache | None, str, WorkerLink], StepScheduler]
+    """Attaches the replica to the engine, given the configured worker's description, its memory and the name
+    of the model.
 
     Raises :class:`protos.errors.ConfigurationRefused` if it cannot serve beside the other replicas.
     """

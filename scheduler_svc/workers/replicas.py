@@ -149,6 +149,7 @@ class GeneratingReplicas:
                 "pipeline_stages": shapes.stages,
                 "max_model_len": shapes.max_model_len,
             },
+            make_memory=partial(self._make_cache, shapes),
             attach=partial(self._attach, replica_id, shapes),
         )
 
@@ -157,10 +158,11 @@ class GeneratingReplicas:
         replica_id: str,
         shapes: ShapeConfig,
         description: WorkerDescription,
-        num_blocks: tuple[int, ...],
+        memory: KvCache | None,
         served_name: str,
         link: WorkerLink,
     ) -> ReplicaScheduler:
+        assert memory is not None
         self._check_same_grid(shapes, replica_id)
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
@@ -175,7 +177,7 @@ class GeneratingReplicas:
         settings, lora = self._settings, description.lora
         scheduler = ReplicaScheduler(
             shapes,
-            self._make_cache(shapes, description, num_blocks),
+            memory,
             self._engine,
             Turns(
                 settings.decode_steps_per_chunk,
@@ -284,6 +286,7 @@ class PoolingReplicas:
             request=configure_pool_to_proto(chosen),
             max_model_len=chosen[-1].prompt_len,
             facts={"shapes": [str(shape) for shape in chosen]},
+            make_memory=lambda *_: None,
             attach=partial(self._attach, replica_id, chosen),
         )
 
@@ -298,11 +301,11 @@ class PoolingReplicas:
         replica_id: str,
         shapes: tuple[PoolShape, ...],
         description: WorkerDescription,
-        num_blocks: tuple[int, ...],
+        memory: KvCache | None,
         served_name: str,
         link: WorkerLink,
     ) -> PoolScheduler:
-        del num_blocks, served_name  # no KV memory, no histogram
+        del memory, served_name  # no KV memory, no histogram
         model = description.model
         self._engine.model = PooledModel(
             model.vocab_size,

@@ -88,11 +88,11 @@ class FakePoolWorker(FakeWorker):
                 return
             if self.steps == self.fail_step or self.fails_with in tokens:
                 yield worker_pb2.StepResult(
-                    step=plan.step, last=True, error=Internal("the device failed").to_proto()
+                    step=plan.step, last=True, num_steps=1, error=Internal("the device failed").to_proto()
                 )
                 continue
             outputs = [_output(slot, slots[slot]) for slot in plan.pool.slots]
-            yield worker_pb2.StepResult(step=plan.step, last=True, outputs=outputs)
+            yield worker_pb2.StepResult(step=plan.step, last=True, num_steps=1, outputs=outputs)
 
 
 def _output(slot: int, request: worker_pb2.SlotRequest) -> worker_pb2.SlotOutput:

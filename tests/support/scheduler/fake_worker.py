@@ -7,13 +7,19 @@ from dataclasses import dataclass, field, replace
 from protos.errors import Context, Internal, TriptychError, abort
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.step_messages import plan_from_proto, result_to_proto
-from protos.steps import Decode, StepPlan
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from scheduler_svc.workers.descriptions import groups_from_proto
-from tests.support.plan_order import next_leased
+from tests.support.plan_order import SimulatedWorker
 from tests.support.scheduler.factories import EOS, simulated_adapters
-from tests.support.scheduler.simulated_device import DeviceLostError, Moment, SimulatedDevice, nothing_kills
+from tests.support.scheduler.simulated_device import (
+    DeviceLostError,
+    Moment,
+    SimulatedDevice,
+    StepFailedError,
+    nothing_kills,
+)
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
 
@@ -37,7 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Accepts the Execute stream and answers nothing."""
     fail_from_step: int | None = None
     """Answers this step and all later ones with an error, until it is None again."""
-    voids: int = 0
+    skips: int = 0
     """Answers the next plans with work, so many of them, without running the work."""
     schema_revision: int = SCHEMA_REVISION
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
@@ -184,6 +190,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
         self.device = SimulatedDevice(shapes, groups, kills=self.kills, adapters=self._store)
+        worker = SimulatedWorker(self._run_step)
         plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
         try:
@@ -193,30 +200,20 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 if plan.step == 0:
                     yield worker_pb2.StepResult(last=True)
                     continue
-                if plan.work is not None and self.voids:
-                    self.voids -= 1
-                    self.device.run(replace(plan, work=None))
-                    yield worker_pb2.StepResult(step=plan.step, last=True, void=True)
-                    continue
-                lease = plan.work.lease if isinstance(plan.work, Decode) else 1
-                for index in range(lease):
+                worker.take(plan)
+                while worker.has_work:
                     self.steps += 1
                     if self.steps == self.hold_at_step:
                         self.gate.clear()
                     await self.gate.wait()
                     if self.steps == self.die_at_step:
                         return
-                    if self.fail_from_step is not None and self.steps >= self.fail_from_step:
-                        error = Internal("the device failed").to_proto()
-                        yield worker_pb2.StepResult(step=plan.step, lease_index=index, last=True, error=error)
-                        break
-                    result = self.device.run(plan)
-                    # Like a real worker, look for a newer plan after each step.
-                    last = index + 1 == lease or not plans.empty()
-                    yield result_to_proto(plan, replace(result, lease_index=index, last=last))
-                    if last:
-                        break
-                    plan = next_leased(plan)
+                    while not plans.empty():
+                        if (newer := plans.get_nowait()) is None:
+                            return
+                        worker.take(newer)
+                    result = worker.run()
+                    yield result_to_proto(StepPlan(result.step), result)
         except DeviceLostError:
             return
         finally:
@@ -228,6 +225,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self._store is not None:
             self._store.forget()
             self._store.forget_slots()
+
+    def _run_step(self, plan: StepPlan) -> StepResult:
+        assert self.device is not None
+        if plan.work is not None and self.skips:
+            self.skips -= 1
+            plan = replace(plan, work=None)
+        self.device.broken = int(self.fail_from_step is not None and self.steps >= self.fail_from_step)
+        try:
+            return self.device.run(plan)
+        except StepFailedError:
+            return StepResult(plan.step, error=Internal("the device failed"))
 
     async def _read_ahead(
         self, messages: AsyncIterator[worker_pb2.StepPlan], plans: asyncio.Queue[StepPlan | None]

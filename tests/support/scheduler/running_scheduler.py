@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.settings import Settings
-from scheduler_svc.workers import deployment as deployments
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.replicas import make_engine
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -82,7 +82,7 @@ async def run_scheduler(
     timeouts = asyncio.create_task(deployment.timeouts.run())
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(deployments, "_freeze_garbage", lambda: None)
+            patch.setattr(gc, "freeze", lambda: None)
             yield RunningScheduler(engine, deployment, servicer, server, channel, serving, port)
     finally:
         timeouts.cancel()

@@ -37,7 +37,7 @@ class Second:
             self.adapters.answer(error)
 
     def step(self) -> bool:
-        plan = self.scheduler.step()
+        plan = self.scheduler.next_plan()
         if plan is None:
             return False
         try:
@@ -77,6 +77,6 @@ def add_replica(
 def run(rig: Rig, second: Second) -> None:
     """Steps both replicas until neither has work."""
     for _ in range(1000):
-        if not [rig.step() is not None, second.step()].count(True):
+        if not [bool(rig.step()), second.step()].count(True):
             return
     raise AssertionError("the replicas never became idle")

@@ -175,7 +175,7 @@ def test_workers_report_what_only_they_know() -> None:
     bench = MeasuredRig(rig)
     rig.submit(make_submission([3, 4, 5, 6], request_id="a", max_tokens=3))
     report = WorkerReport(late_graphs=2, grammar_us=500_000, free_memory_bytes=7, process_memory_bytes=9)
-    while (plan := rig.scheduler.step()) is not None:
+    while (plan := rig.scheduler.next_plan()) is not None:
         result = rig.device.run(plan)
         is_decode = isinstance(plan.work, Decode)
         rig.scheduler.update(replace(result, execute_us=4000 if is_decode else 40_000, report=report))

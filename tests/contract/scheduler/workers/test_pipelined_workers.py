@@ -49,20 +49,21 @@ async def answers(scheduler: RunningScheduler) -> list[list[int]]:
 async def in_flight(worker: FakeWorker, step: int) -> list[StepPlan]:
     """Returns the plans that have arrived while the worker holds a step: that step's and those behind it."""
     plans: list[StepPlan] = []
-    while len(plans) < 2 or plans[-1].step <= step:
-        plans = [*plans, await worker.plans.get()]
-    return [plan for plan in plans if plan.step >= step]
+    while not plans or plans[-1].step < step + 2:
+        plans.append(await worker.plans.get())
+    return plans[-3:]
 
 
-async def test_the_other_micro_batch_is_sent_before_a_step_is_answered() -> None:
-    """The worker holds a decode step and has the next one, of other slots."""
+async def test_the_other_batch_is_sent_before_a_step_is_answered() -> None:
+    """The worker holds a decode step and has the next two: one of other slots, and one of the same."""
     worker = FakeWorker(hold_at_step=20)
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
+    async with run_scheduler(Settings(lease_steps=1)) as scheduler, joined(scheduler, worker):
         asking = asyncio.create_task(answers(scheduler))
-        held, behind = await in_flight(worker, 20)
+        held, behind, next_but_one = await in_flight(worker, 20)
         assert isinstance(held.work, Decode)
         assert isinstance(behind.work, Decode)
         assert sorted([*held.work.slots, *behind.work.slots]) == [0, 1, 2, 3]
+        assert next_but_one.work == held.work
         worker.gate.set()
         assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
     assert worker.configured is not None
@@ -83,7 +84,7 @@ async def test_a_worker_that_leaves_answers_all_plans_first(monkeypatch: pytest.
     """No plan follows, so none of its requests is a suspect."""
     worker = FakeWorker(hold_at_step=20)
     async with (
-        run_scheduler(Settings(max_worker_losses=1)) as scheduler,
+        run_scheduler(Settings(max_worker_losses=1, lease_steps=1)) as scheduler,
         run_worker(worker) as port,
         run_worker(FakeWorker()) as other,
     ):
@@ -99,6 +100,6 @@ async def test_a_worker_that_leaves_answers_all_plans_first(monkeypatch: pytest.
 
         monkeypatch.setattr(StepLoop, "leave", leave_and_go_on)
         await scheduler.registry.Leave(registry_pb2.LeaveRequest(worker_id="w0"))
-        assert worker.steps == 21, "the held step and the one behind it"
+        assert worker.steps == 22, "the held step and those behind it"
         await register(scheduler, other, "w1")
         assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]

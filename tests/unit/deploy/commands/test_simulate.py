@@ -87,6 +87,7 @@ def test_made_requests_share_what_their_kind_shares(kind: str, tmp_path: Path) -
         (["--step-times", "h100-8b", "--trace", "none"], "--trace none: No such file or directory"),
         (["--step-times", "h100-8b", "--trace", "x", "--rate", "2"], "--rate is for --generate"),
         (["--step-times", "h100-8b", "--generate", "random", "--find", "rate"], "needs a limit, such as --ttft-p99 1s"),
+        (["--step-times", "h100-8b", "--generate", "random", "--ttft-p99", "1s"], "are for --find rate"),
         (["--step-times", "h100-8b", "--generate", "random", "--sweep", "slots=1"], "unrecognized arguments: --slots"),
         (["--step-times", "h100-8b", "--generate", "random", "--sweep", "replicas=0"], "a whole number from 1"),
         (["--step-times", "h100-8b", "--generate", "random", "--max-num-seqs", "0"], "--max-num-seqs"),
@@ -105,6 +106,14 @@ def test_a_mistake_is_one_line(
     assert error.startswith("triptych simulate: ")
     assert reason in error
     assert error.count("\n") == 1
+
+
+def test_an_answer_that_cannot_be_written_is_one_line(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "absent" / "figures.json"
+    assert cli.main(["simulate", *files, "--json", str(path)]) == 1
+    assert capsys.readouterr().err == f"triptych simulate: {path}: No such file or directory\n"
 
 
 def test_a_request_that_never_fits_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_a_request_that_cannot_be_served_is_refused(
     rig.engine.model = replace(rig.engine.model, sampling_fields=frozenset({"temperature"}))
     with pytest.raises(error, match=message):
         rig.submit(submission)
-    assert rig.step() is None
+    assert not rig.step()
 
 
 def test_a_request_that_never_fits_the_memory_is_refused_with_the_numbers() -> None:
@@ -126,7 +126,7 @@ def _flood(rig: Rig, tenant: str, count: int, prompt: Sequence[int] = (5, 6, 7))
 def test_a_flood_of_one_tenant_refuses_no_request_of_another() -> None:
     """It fills the queue, as it may alone; half as much again is shared by all tenants that wait."""
     rig = make_rig(make_shapes(max_num_seqs=4), max_waiting=1024)
-    assert _flood(rig, "a", 1100) == 1024 + 4
+    assert _flood(rig, "a", 1100) == 1024 + 3  # a fourth would have no turn soon
     assert _flood(rig, "b", 1) == 1
     assert _flood(rig, "a", 1) == 0
     assert _flood(rig, "b2", 1100) == 1024 // 2 // 3
@@ -176,7 +176,7 @@ def test_suspending_the_engine_fails_waiting_requests() -> None:
     sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
     assert rig.engine.suspend(Unavailable("gone")) == 2
     assert all(sink.events[-1].error is not None for sink in sinks)
-    assert rig.step() is None
+    assert not rig.step()
     with pytest.raises(Unavailable, match="no worker is ready yet"):
         rig.submit(make_submission(request_id="c"))
     rig.start()
@@ -187,10 +187,10 @@ def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> Non
     """After the large replica is lost, its request does not block the smaller one."""
     rig = make_rig(num_blocks=17)
     large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
-    small = rig.submit(make_submission(request_id="small"))
-    for _ in range(14):
+    small = rig.submit(make_submission(request_id="small", max_tokens=20))
+    while not large.tokens:
         rig.step()
-    assert large.tokens
+    assert small.events[-1].finish_reason is None
     rig.replace_replica(num_blocks=9, loss=Loss.LEFT)
     rig.run()
     assert small.events[-1].finish_reason is FinishReason.LENGTH

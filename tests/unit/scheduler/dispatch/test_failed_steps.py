@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument
-from protos.steps import Decode, Prefill, StepPlan, StepResult
+from protos.steps import Decode, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_submission
 from tests.support.scheduler.second_replica import add_replica, run
@@ -15,7 +15,7 @@ from tests.support.scheduler.simulated_device import Kind, Moment, reaches
 def planned(rig: Rig) -> StepPlan:
     """Dispatches, and returns the next plan."""
     rig.engine.dispatch()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     return plan
 
@@ -75,7 +75,7 @@ def test_an_error_of_the_request_itself_fails_it_at_once() -> None:
     """An InvalidArgument for a step of one request is not tried again."""
     rig = make_rig()
     sink = rig.submit(make_submission())
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step, error=InvalidArgument("too long")))
     assert isinstance(sink.events[-1].error, InvalidArgument)
@@ -87,7 +87,7 @@ def test_an_error_of_one_request_in_a_batch_fails_that_one_alone() -> None:
     rig = make_rig()
     innocents = submit_innocents(rig)
     bad = rig.submit(make_submission([7], request_id="bad"))
-    while (plan := rig.scheduler.step()) is not None:
+    while (plan := rig.scheduler.next_plan()) is not None:
         rig.engine.dispatch()
         if bad.tokens and plan.work is not None and not bad.events[-1].error:
             slots = getattr(plan.work, "slots", ())
@@ -125,16 +125,16 @@ def test_a_poison_request_is_tried_on_every_replica() -> None:
     check_innocents(rig, innocents)
 
 
-def test_a_lease_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
+def test_a_plan_that_fails_keeps_the_tokens_of_its_earlier_steps() -> None:
     """The request continues behind them; none is lost or repeated."""
     rig = make_rig(lease_steps=8)
     sink = rig.submit(make_submission(max_tokens=20))
     while not rig.scheduler._decoding:
         rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(replace(rig.device.run(plan), last=False))
-    rig.scheduler.update(StepResult(plan.step, error=Internal("gone"), lease_index=1))
+    rig.scheduler.update(StepResult(plan.step, error=Internal("gone")))
     rig.run()
     assert sink.tokens == expected_tokens([5, 6, 7], 20)
 
@@ -148,33 +148,12 @@ def test_a_fault_counts_once_against_a_request(back: bool) -> None:
         rig.scheduler.update(rig.device.run(lease))
     for _ in range(4):
         rig.scheduler.update(StepResult(lease.step, (7,), last=False))
-    renewal = rig.scheduler.plan_ahead()
-    assert renewal is not None
+    behind = rig.scheduler.next_plan()
+    assert behind is not None
     rig.scheduler.update(StepResult(lease.step, error=Internal("the device failed")))
     if back:  # in another slot
         rig.submit(make_submission([9], request_id="urgent", priority=-1))
-    rig.scheduler.update(StepResult(renewal.step, error=Internal("the device failed")))
+    rig.scheduler.update(StepResult(behind.step, error=Internal("the device failed")))
     request = rig.engine.find("r")
     assert request is not None
     assert (request.step_failures, request.slot) == (1, 1 if back else None)
-
-
-def test_the_request_that_a_failed_step_admitted_is_not_blamed_for_its_chunk_behind() -> None:
-    """The device fails a decode step that admits a request, and then the request's first chunk."""
-    rig = make_rig(lease_steps=8)
-    rig.submit(make_submission([5], request_id="first", max_tokens=30))
-    rig.engine.dispatch()
-    rig.scheduler.update(rig.device.run(planned(rig)))
-    new = rig.submit(make_submission(request_id="new"))
-    rig.engine.dispatch()
-    step = planned(rig)
-    assert isinstance(step.work, Decode)
-    assert [admission.request_id for admission in step.admit] == ["new"]
-    chunk = rig.scheduler.plan_ahead()
-    assert chunk is not None
-    assert isinstance(chunk.work, Prefill)
-    for plan in (step, chunk):
-        rig.scheduler.update(StepResult(plan.step, error=Internal("the device failed")))
-    request = rig.engine.find("new")
-    assert request is not None
-    assert (request.step_failures, new.events) == (1, [])

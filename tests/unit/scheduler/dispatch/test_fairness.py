@@ -96,7 +96,7 @@ def test_shares_of_places_do_not_swing() -> None:
     model = Watched(requests, 200.0)
     held: list[Counter[str]] = []
     model.watch = lambda: held.append(
-        Counter(one.tenant for one in model._engine.live() if one.slot is not None)
+        Counter(one.tenant for one in model.engine.live() if one.slot is not None)
     )
     figures = model.run()
     assert max(one["b"] for one in held[:2000]) >= 16

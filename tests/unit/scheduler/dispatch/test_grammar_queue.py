@@ -107,7 +107,7 @@ def test_order_of_arrival_is_kept() -> None:
     rig.engine.grammar_compiled("replica-0", B)
     rig.engine.grammar_compiled("replica-0", A)
     started: list[str] = []
-    while (plan := rig.step()) is not None:
+    for plan in rig.run():
         started += [admission.request_id for admission in plan.admit]
     assert started.index("a") < started.index("b")
     assert all(sink.events for sink in blocker)
@@ -163,7 +163,7 @@ def test_an_evicted_grammar_is_compiled_again() -> None:
     grammars = record_asked(rig)
     sink = rig.submit(constrained("a"))
     rig.engine.grammar_compiled("replica-0", A)
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step, outputs=(SlotOutput(0, (), error=Unavailable("evicted")),)))
     assert grammars == [A, A]
@@ -177,7 +177,7 @@ def test_an_evicted_grammar_is_compiled_again() -> None:
 def evict(rig: Rig) -> None:
     """Compiles the grammar, and refuses the admission for want of it."""
     rig.engine.grammar_compiled("replica-0", A)
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     (admission,) = plan.admit
     refusal = SlotOutput(admission.slot, (), error=Unavailable("evicted"))
@@ -236,10 +236,10 @@ def test_a_finished_grammar_overrules_min_tokens_for_end_tokens_only(models_own:
 
 @pytest.mark.parametrize("jump", [1, 2, 5, 11])
 @pytest.mark.parametrize("cache_generated", [False, True])
-@pytest.mark.parametrize("max_lease", [1, 4])
-def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, max_lease: int) -> None:
+@pytest.mark.parametrize("lease_steps", [1, 4])
+def test_forced_tokens_are_prefilled(jump: int, cache_generated: bool, lease_steps: int) -> None:
     """The output equals that of single steps, the KV is correct, and fewer steps run."""
-    rig = make_rig(cache_generated=cache_generated, lease_steps=max_lease)
+    rig = make_rig(cache_generated=cache_generated, lease_steps=lease_steps)
     rig.device.jump = jump
     prompts = [(5, 6, 7), (9,) * 9, (5, 6, 7, 8, 1, 2)]
     sinks = [

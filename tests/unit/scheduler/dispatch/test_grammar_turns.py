@@ -64,7 +64,7 @@ def one_replica(shapes: ShapeConfig = ONE_SLOT, num_blocks: int = 65) -> tuple[R
 
 def evict(rig: Rig) -> None:
     """Answers the next plan's admission with an evicted grammar."""
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step, outputs=(SlotOutput(0, (), error=Unavailable("evicted")),)))
 
@@ -173,8 +173,13 @@ def test_a_skipped_request_is_not_starved_of_memory() -> None:
     assert (rig.scheduler.num_running, other.scheduler.num_running) == (1, 3)
     for number in range(3, 6):
         rig.submit(make_submission(request_id=f"small{number}", max_tokens=1))
-    started = [each.request_id for plan in rig.run() for each in plan.admit]
-    assert started[:2] == ["running", "large"]
+    large = rig.engine.find("large")
+    assert large is not None
+    started: set[str] = set()
+    while plans := rig.step():
+        started |= {each.request_id for plan in plans for each in plan.admit}
+        assert started <= {"running"} or large.slot is not None or large.state is RequestState.FINISHED
+    assert len(started) == 5
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -229,7 +234,7 @@ def test_a_large_request_does_not_block_a_replica_too_small_for_it() -> None:
     rig.engine.abort("running")
     assert not large.events
     found = rig.engine.find("large")
-    other.scheduler.step()
+    other.scheduler.next_plan()
     assert found is not None
     assert found.replica_id == "b"
 
@@ -376,7 +381,7 @@ def test_an_end_retries_no_more_requests_than_can_start(monkeypatch: pytest.Monk
             rig.engine.grammar_refused("b", grammar, Overloaded("busy"))
             rig.engine.grammar_compiled("a", grammar)
         rig.step()
-    assert looks < 300 * 8
+    assert looks < 300 * 10
 
 
 def test_groups_of_skipped_requests_follow_the_replicas() -> None:

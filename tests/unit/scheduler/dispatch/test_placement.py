@@ -179,7 +179,7 @@ def test_a_failed_copy_does_not_restart_a_request_that_moved(num_slots: int, rea
     rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
     rig.run()
     moved = rig.submit(make_submission([*range(5, 14), 77], request_id="moved", max_tokens=8, priority=5))
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert plan.copies
     second = add_replica(

@@ -1,7 +1,5 @@
 """Requests that kill workers: they fail alone, and requests beside them lose nothing."""
 
-from dataclasses import replace
-
 import pytest
 
 from protos.errors import Internal
@@ -89,7 +87,7 @@ def test_two_poison_requests_in_one_batch_both_fail() -> None:
 
 def lose_replica(rig: Rig) -> None:
     """Loses the replica for another reason while a plan is in flight."""
-    assert rig.scheduler.step() is not None
+    assert rig.scheduler.next_plan() is not None
     rig.replace_replica()
 
 
@@ -156,7 +154,7 @@ def test_a_worker_lost_now_and_then_fails_nothing() -> None:
     innocents = submit_innocents(rig)
     for _ in range(30):
         while any(losses(rig, *innocents)) or not rig.scheduler._decoding:
-            if rig.step() is None:
+            if not rig.step():
                 break
         if rig.engine.num_running:
             lose_replica(rig)
@@ -195,7 +193,7 @@ def test_a_poison_request_with_several_sequences_fails_as_a_whole(kind: Kind) ->
     poison = rig.submit(make_submission([7] * 10, request_id="poison", n=3))
     rig.run(200)
     check_failed(poison)
-    assert len(rig.killers) == 2
+    assert 2 <= len(rig.killers) <= 3, "a sequence that is no suspect may be next"
     check_innocents(innocents)
 
 
@@ -226,21 +224,18 @@ def test_a_suspect_may_be_aborted() -> None:
     assert rig.scheduler.num_running == 0
 
 
-def test_a_suspect_is_not_computed_in_a_plan_that_ends_a_lease() -> None:
-    """The lease is answered first; otherwise its requests were in unanswered steps too."""
+def test_nothing_is_sent_for_a_suspect_while_steps_run() -> None:
+    """They are answered first; otherwise their requests were in unanswered plans, too."""
     rig = make_rig(lease_steps=8)
     rig.submit(make_submission(request_id="innocent"))
     while not rig.scheduler._decoding:
         rig.step()
-    lease = rig.scheduler.step()
-    assert lease is not None
+    steps = rig.scheduler.next_plan()
+    assert steps is not None
     part = Resumed(0, (), worker_losses=1)
     rig.submit(make_submission([7] * 10, request_id="suspect", resumed_sequences=(part,)))
-    plan = rig.scheduler.interrupt()
-    assert plan is not None
-    assert (plan.work, plan.admit) == (None, ())
-    rig.scheduler.update(replace(rig.device.run(lease), last=True))
-    rig.scheduler.update(rig.device.run(plan))
+    assert rig.scheduler.next_plan() is None
+    rig.scheduler.update(rig.device.run(steps))
     assert losses(rig, "innocent", "suspect") == [0, 1]
     rig.run()
     assert rig.sinks["suspect"].tokens == expected_tokens([7] * 10, 8)
@@ -252,7 +247,7 @@ def test_a_request_is_not_blamed_for_one_that_ended_meanwhile() -> None:
     sinks = [rig.submit(make_submission([20 + n], request_id=f"r{n}")) for n in range(2)]
     while len(rig.scheduler._decoding) < 2:
         rig.step()
-    assert rig.scheduler.step() is not None
+    assert rig.scheduler.next_plan() is not None
     assert rig.engine.abort("r1")
     rig.replace_replica()
     rig.run()

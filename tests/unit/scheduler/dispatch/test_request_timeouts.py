@@ -121,7 +121,7 @@ def test_each_token_starts_the_time_anew() -> None:
     rig = one_slot()
     limits = timeouts(rig, token_s=60.0)
     sink = rig.submit(make_submission(max_tokens=20))
-    while rig.step() is not None:
+    while rig.step():
         rig.now += 45.0
         limits.check()
     assert sink.tokens == expected_tokens(_PROMPT, 20)
@@ -161,7 +161,7 @@ def test_the_sequences_of_a_request_wait_together() -> None:
     rig = one_slot()
     limits = timeouts(rig, queue_s=10.0, token_s=10.0)
     sink = rig.submit(make_submission(n=3, max_tokens=8))
-    while rig.step() is not None:
+    while rig.step():
         rig.now += 3.0
         limits.check()
     assert [sink.tokens_of(one) for one in range(3)] == [expected_tokens(_PROMPT, 8, one) for one in range(3)]

@@ -38,7 +38,7 @@ def test_a_resumed_request_keeps_its_age(order: PriorityFairOrder) -> None:
     for name, age_s in (("new", None), ("young", 5.0), ("old", 200.0)):
         rig.submit(make_submission(request_id=name, age_s=age_s))
     ended: list[str] = []
-    while rig.step() is not None:
+    while rig.step():
         ended += [
             name
             for name, sink in rig.sinks.items()

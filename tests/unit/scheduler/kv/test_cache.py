@@ -174,6 +174,7 @@ def test_a_window_is_found_only_after_its_copy_was_run() -> None:
         kv = make_cache(IN_PLACE)
         request = make_sequence(range(20, 26))
         assert kv.admit(request)
+        assert kv.grow(request, 4) is not None
         kv.prefixes.index_chunk(request, 0, 4)
         assert kv.prefixes.peek(request) == 0
         copies = kv.copies.take()

@@ -12,7 +12,6 @@ from protos.steps import StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.messages import submission_from_proto
 from scheduler_svc.replica.plans import MAX_ADMITTED_BYTES
-from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.sampling import Sampling
 from tests.support.scheduler.factories import (
     Rig,
@@ -35,23 +34,6 @@ def roomy(slots: int = 32) -> Rig:
     rig = make_rig(make_shapes(max_num_seqs=slots, buckets=(slots,)), num_blocks=600)
     assert rig.engine.model is not None
     rig.engine.model = replace(rig.engine.model, vocab_size=VOCABULARY)
-    return rig
-
-
-def heavy(request_id: str, prompt: Sequence[int] = (5, 6, 7), *, n: int = 1, priority: int = 0) -> Submission:
-    return make_submission(
-        prompt,
-        request_id=request_id,
-        n=n,
-        priority=priority,
-        sampling=with_grammar(make_sampling(), HEAVY),
-    )
-
-
-def ready(rig: Rig) -> Rig:
-    """Marks the grammar as compiled on the replica."""
-    rig.submit(heavy("first"))
-    rig.engine.grammar_compiled("replica-0", HEAVY)
     return rig
 
 
@@ -107,22 +89,21 @@ def test_the_size_estimate_covers_the_bytes_on_the_wire(sampling: Sampling) -> N
     submission = make_submission(range(200_000, 200_040), request_id="r" * 128, sampling=sampling)
     rig.submit(submission)
     rig.engine.grammar_compiled("replica-0", submission.sampling.grammar or HEAVY)
-    plan = rig.step()
-    assert plan is not None
+    (plan,) = rig.step()
     size = plan_to_proto(plan).admit[0].ByteSize()
     weight = submission.sampling.num_bytes + 4 * 40
     assert size <= weight <= 3 * size + 600
 
 
-def test_refused_requests_are_admitted_by_the_next_plans() -> None:
-    """They keep their order and need no result that frees memory."""
-    rig = ready(roomy(8))
-    for index in range(7):
-        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
+def test_sequences_without_room_in_a_plan_decode_with_the_next_ones() -> None:
+    """They keep their order, and need no result that frees memory."""
+    rig = roomy(8)
+    sink = rig.submit(make_submission(PROMPT, n=8, sampling=with_grammar(make_sampling(), HEAVY)))
+    rig.engine.grammar_compiled("replica-0", HEAVY)
     plans = rig.run()
-    assert admissions(plans)[:3] == [3, 3, 2]
-    for index in range(7):
-        assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
+    assert admissions(plans) == [1, 3, 3, 1]
+    for sequence in range(8):
+        assert sink.tokens_of(sequence) == expected_tokens(PROMPT, 8, sequence)
 
 
 def test_a_plan_admits_one_request_of_any_size() -> None:
@@ -133,27 +114,3 @@ def test_a_plan_admits_one_request_of_any_size() -> None:
     rig.engine.grammar_compiled("replica-0", grammar)
     rig.run()
     assert sink.tokens == expected_tokens((5, 6, 7), 8)
-
-
-def test_a_request_without_room_in_the_plan_preempts_nothing() -> None:
-    """The next plan admits it; only then is a less urgent request preempted."""
-    rig = ready(roomy(4))
-    rig.submit(make_submission(request_id="plain", priority=5, max_tokens=20))
-    for index in range(4):
-        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
-    assert rig.scheduler.stats.preemptions["priority"] == 0
-    rig.run()
-    assert rig.sinks["plain"].tokens == expected_tokens((5, 6, 7), 20)
-    for index in range(4):
-        assert rig.sinks[f"r{index}"].tokens == expected_tokens((5, 6, 7 + index), 8)
-
-
-def test_an_abort_before_the_plan_makes_room_in_it() -> None:
-    """A request that is aborted between two steps no longer counts."""
-    rig = ready(roomy(8))
-    for index in range(3):
-        rig.submit(heavy(f"r{index}", (5, 6, 7 + index)))
-    assert rig.scheduler.num_running == 3
-    rig.engine.abort("r0")
-    assert rig.scheduler.num_running == 3
-    assert admissions(rig.run()) == [3]

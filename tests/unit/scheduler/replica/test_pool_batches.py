@@ -45,7 +45,7 @@ class Pool:
         if not self.engine.replicas:
             self.attach()
         found = []
-        while (plan := self.scheduler.step()) is not None:
+        while (plan := self.scheduler.next_plan()) is not None:
             assert isinstance(plan.work, PoolWork)
             found.append((plan.work.shape, [int(one.request_id) for one in plan.admit]))
             outputs = tuple(SlotOutput(one.slot, pooled=(0.5, 0.5)) for one in plan.admit)

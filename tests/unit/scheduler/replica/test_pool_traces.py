@@ -41,7 +41,7 @@ def test_a_pooling_request_has_a_span_and_names_its_replica() -> None:
     pools.engine.submit_all([submission(name, tracer) for name in "ab"], sink)
     pools.now = 2.0
     scheduler = pools.attach("r0")
-    plan = scheduler.step()
+    plan = scheduler.next_plan()
     assert plan is not None
     assert [each.traceparent for each in plan.admit] == [PARENT]
     pools.now = 3.0
@@ -65,7 +65,7 @@ def test_a_request_of_a_lost_replica_waits_again() -> None:
     pools.engine.submit(submission("a", tracer), ListSink())
     for name, second in ("r0", 2.0), ("r1", 5.0):
         pools.now = second
-        assert pools.attach(name).step() is not None
+        assert pools.attach(name).next_plan() is not None
         pools.now = second + 1
         pools.engine.detach(name, Loss.LEFT)
     pools.engine.abort("a")

@@ -205,7 +205,7 @@ def test_a_request_that_waits_for_a_copy_survives_a_result_that_cannot_be_applie
     for name in "ab":
         rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))
     rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert state(rig, "b") is RequestState.DEFERRED
     result = rig.device.run(plan)

@@ -37,8 +37,7 @@ def test_a_long_prompt_stalls_running_requests_by_one_chunk_at_a_time(ratio: int
     chunks = 0
     while not rig.sinks["long"].tokens:
         before = {name: len(sink.tokens) for name, sink in rig.sinks.items()}
-        plan = rig.step()
-        assert plan is not None
+        (plan,) = rig.step()
         rig.now += _takes(plan)
         chunks += isinstance(plan.work, Prefill)
         for name, sink in rig.sinks.items():
@@ -58,34 +57,27 @@ def test_prefill_first_stalls_running_requests_for_the_whole_prompt() -> None:
     """With a ratio of 0, no token comes between the chunks."""
     rig = _rig(0)
     rig.submit(make_submission([7] * LONG, request_id="long", max_tokens=1))
-    plans = list(itertools.takewhile(lambda plan: plan is not None, (rig.step() for _ in range(40))))
-    kinds = [type(plan.work) for plan in plans if plan is not None]
+    kinds = [type(plan.work) for _ in range(40) for plan in rig.step()]
     assert kinds[:32] == [Prefill] * 32
     assert kinds[32] is Decode
 
 
-def test_leased_steps_count_between_chunks() -> None:
-    """A request that arrives after twenty leased steps gets its chunk next."""
+def test_steps_of_a_plan_count_between_chunks() -> None:
+    """A request that arrives during the twentieth step of a plan gets its chunk next."""
     shapes = make_shapes(max_model_len=256, block_size=64, chunk=64)
     rig = make_rig(shapes, lease_steps=32, decode_steps_per_chunk=4)
-    rig.submit(make_submission([5], request_id="a", max_tokens=100))
-    rig.step()
-    steps = 0
-
-    def meanwhile() -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 20:
-            rig.submit(make_submission([6, 7, 8], request_id="b", max_tokens=4))
-
-    rig.meanwhile = meanwhile
-    leased = rig.step()
-    assert leased is not None
-    assert isinstance(leased.work, Decode)
-    assert leased.work.lease > 20
-    assert steps == 20 + 1  # and the plan that ended the lease
-    (ended_by,) = rig.interrupts
-    assert isinstance(ended_by.work, Prefill)
+    first = rig.submit(make_submission([5], request_id="a", max_tokens=100))
+    while not rig.scheduler._decoding:
+        rig.step()
+    received, rig.most_plans = len(first.tokens), 3
+    rig.submit_meanwhile(20, make_submission([6, 7, 8], request_id="b", max_tokens=4))
+    running, behind, chunk = rig.step()
+    assert isinstance(running.work, Decode)
+    assert isinstance(behind.work, Decode)
+    assert isinstance(chunk.work, Prefill)
+    assert [plan.interrupts for plan in (running, behind, chunk)] == [False, False, True]
+    # The step that runs is the last one, and the plan behind, which has not begun, runs one step.
+    assert len(first.tokens) - received == 20 + 1 + 1
 
 
 def test_when_nothing_decodes_chunks_follow_one_another() -> None:

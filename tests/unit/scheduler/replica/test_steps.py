@@ -35,7 +35,7 @@ def test_chunks_and_decode_steps_take_turns() -> None:
     rig.submit(make_submission([5], request_id="a", max_tokens=8))
     rig.step()
     rig.submit(make_submission(range(3, 19), request_id="b", max_tokens=2))
-    assert kinds([plan for _ in range(7) if (plan := rig.step())]) == "dpdpdpd"
+    assert kinds([plan for _ in range(7) for plan in rig.step()]) == "dpdpdpd"
 
 
 def test_the_ratio_of_decode_steps_to_chunks_is_a_setting() -> None:
@@ -44,7 +44,7 @@ def test_the_ratio_of_decode_steps_to_chunks_is_a_setting() -> None:
     rig.submit(make_submission([5], request_id="a", max_tokens=30))
     rig.step()
     rig.submit(make_submission(range(3, 15), request_id="b", max_tokens=2))
-    assert kinds([plan for _ in range(12) if (plan := rig.step())]) == "dddpdddpdddp"
+    assert kinds([plan for _ in range(12) for plan in rig.step()]) == "dddpdddpdddp"
 
 
 def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
@@ -86,7 +86,7 @@ def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
     prompts = {f"r{i}": [3 + i, 4 + i, 5] for i in range(10)}
     for name, prompt in prompts.items():
         rig.submit(make_submission(prompt, request_id=name, max_tokens=5))
-    assert rig.step() is not None
+    assert rig.step()
     assert (rig.engine.num_running, len(rig.engine.waiting)) == (4, 6)
     rig.run()
     for name, prompt in prompts.items():
@@ -191,15 +191,14 @@ def test_an_abort_while_the_step_runs_gives_no_more_tokens() -> None:
     rig = make_rig()
     sink = rig.submit(make_submission())
     rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert rig.engine.abort("r")
     received = len(sink.tokens)
     rig.scheduler.update(rig.device.run(plan))
     assert len(sink.tokens) == received
     assert sink.events[-1].finish_reason is FinishReason.ABORT
-    released = rig.step()
-    assert released is not None
+    (released,) = rig.step()
     assert released.release == (0,)
     assert not rig.device.slots
 
@@ -209,7 +208,7 @@ def test_an_abort_of_a_waiting_request_never_reaches_the_device() -> None:
     rig = make_rig()
     sink = rig.submit(make_submission())
     assert rig.engine.abort("r")
-    assert rig.step() is None
+    assert not rig.step()
     assert [event.finish_reason for event in sink.events] == [FinishReason.ABORT]
 
 
@@ -219,7 +218,7 @@ def test_a_fault_in_a_slot_fails_only_its_request() -> None:
     for name in "ab":
         rig.submit(make_submission([ord(name) - 90], request_id=name, max_tokens=6))
     while (
-        not isinstance((plan := rig.scheduler.step() or pytest.fail("no decode step")).work, Decode)
+        not isinstance((plan := rig.scheduler.next_plan() or pytest.fail("no decode step")).work, Decode)
         or len(plan.work.slots) < 2
     ):
         rig.scheduler.update(rig.device.run(plan))
@@ -237,7 +236,7 @@ def test_a_failed_step_frees_the_blocks_of_its_requests() -> None:
     rig = make_rig()
     sink = rig.submit(make_submission())
     rig.step()
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.device.run(plan)
     rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
@@ -250,18 +249,20 @@ def test_a_failed_step_frees_the_blocks_of_its_requests() -> None:
 def test_requests_admitted_by_a_failed_plan_restart(reached: bool) -> None:
     """The plan's step fails, so it is unknown whether the worker admitted them."""
     rig = make_rig()
-    for first in (5, 15, 25):
-        rig.submit(make_submission(range(first, first + 9), request_id=str(first)))
-    plan = rig.scheduler.step()
+    prompt = range(5, 14)
+    sink = rig.submit(make_submission(prompt, n=4))
+    while not rig.scheduler.stats.forks:
+        rig.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert len(plan.admit) == 3
     if reached:
         rig.device.run(plan)
     rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
-    assert rig.scheduler.stats.preemptions == {"fault": 3}
+    assert rig.scheduler.stats.preemptions == {"fault": 4}
     rig.run()
-    for first in (5, 15, 25):
-        assert rig.sinks[str(first)].tokens == expected_tokens(range(first, first + 9), 8)
+    for sequence in range(4):
+        assert sink.tokens_of(sequence) == expected_tokens(prompt, 8, sequence)
     rig.scheduler.kv.check_integrity()
 
 
@@ -273,7 +274,7 @@ def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
     rig.run()
     other = rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
     resumed = rig.submit(make_submission([*range(20, 32), 40, 41], request_id="resumed"))
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     assert {copy.group_id for copy in plan.copies} == {0, 1}
     if reached:
@@ -289,7 +290,7 @@ def test_a_result_for_another_step_is_refused() -> None:
     """Otherwise tokens would go to the wrong requests."""
     rig = make_rig()
     rig.submit(make_submission())
-    rig.scheduler.step()
+    rig.scheduler.next_plan()
     with pytest.raises(Internal, match="answered step 7, expected 1"):
         rig.scheduler.update(StepResult(7))
 
@@ -298,7 +299,7 @@ def test_a_missing_token_fails_the_request_instead_of_hanging_it() -> None:
     """Only the request of the missing row fails."""
     rig = make_rig()
     sink = rig.submit(make_submission())
-    plan = rig.scheduler.step()
+    plan = rig.scheduler.next_plan()
     assert plan is not None
     rig.scheduler.update(StepResult(plan.step))
     assert sink.events[-1].error is not None
@@ -312,7 +313,7 @@ def test_requests_of_a_lost_replica_continue_on_another() -> None:
         rig.submit(make_submission(prompt, request_id=name, max_tokens=9))
     for _ in range(9):
         rig.step()
-    rig.scheduler.step()  # a step is in flight when the worker dies
+    rig.scheduler.next_plan()  # a step is in flight when the worker dies
     assert rig.replace_replica() == 4
     rig.run()
     for name, prompt in prompts.items():

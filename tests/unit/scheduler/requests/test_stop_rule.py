@@ -47,7 +47,7 @@ def test_a_resumed_sequence_that_has_ended_gets_its_last_event_at_once(
     (event,) = sink.events
     assert (event.finish_reason, event.stop_token_id) == expected
     assert not event.token_ids
-    assert rig.step() is None
+    assert not rig.step()
 
 
 def test_the_other_sequences_of_a_resumed_request_go_on() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import selectors
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -50,7 +49,7 @@ class PipelinedCall:
         self._rig = rig
         self._loop = asyncio.get_running_loop()
         self._free_at = [0.0] * rig.shapes.stages
-        self._answers: deque[tuple[float, StepPlan, StepResult]] = deque()
+        self._answers: asyncio.Queue[tuple[float, StepPlan, StepResult]] = asyncio.Queue()
         self._cancelled = self._loop.create_future()
         self.hangs = False
         """Whether plans are answered no more."""
@@ -63,10 +62,10 @@ class PipelinedCall:
         now = self._loop.time()
         for stage, free_at in enumerate(self._free_at):
             now = self._free_at[stage] = max(now, free_at) + takes
-        self._answers.append((now, plan, self._rig.device.run(plan)))
+        self._answers.put_nowait((now, plan, self._rig.device.run(plan)))
 
     async def read(self) -> worker_pb2.StepResult:
-        at, plan, result = self._answers.popleft()
+        at, plan, result = await self._answers.get()
         left_s = 10 * LONGEST_S if self.hangs else at - self._loop.time()
         await asyncio.wait([self._cancelled], timeout=max(left_s, 0.0))
         if self._cancelled.done():

@@ -13,7 +13,7 @@ class Watched:
         self.changes: list[Stall | None] = []
         self.watch = ProgressWatch(self.changes.append, lambda: self.now)
 
-    def idle(self, times: int, stall: Stall = Stall.VOID, *, each_s: float = 0.0) -> list[bool]:
+    def idle(self, times: int, stall: Stall = Stall.EMPTY, *, each_s: float = 0.0) -> list[bool]:
         starts = []
         for _ in range(times):
             starts.append(self.watch.idled(stall))
@@ -25,14 +25,13 @@ def test_so_many_results_in_a_row_are_a_stall() -> None:
     """The first one makes the replica start over, and is told once."""
     watched = Watched()
     assert watched.idle(MOST_IN_A_ROW) == [False] * (MOST_IN_A_ROW - 1) + [True]
-    assert watched.changes == [Stall.VOID]
+    assert watched.changes == [Stall.EMPTY]
 
 
-@pytest.mark.parametrize("stall", [Stall.VOID, Stall.EMPTY])
-def test_a_stall_is_found_within_a_second(stall: Stall) -> None:
+def test_a_stall_is_found_within_a_second() -> None:
     """Few results suffice if they take long."""
     watched = Watched()
-    while not watched.idle(1, stall, each_s=0.15)[0]:
+    while not watched.idle(1, each_s=0.15)[0]:
         assert watched.now < 1.0
     assert watched.now >= LONGEST_S
 
@@ -44,7 +43,7 @@ def test_requests_without_a_plan_are_found_as_soon() -> None:
 
 
 def test_results_around_a_slow_step_are_no_stall() -> None:
-    """A lease that was cut short may leave some, before and after a chunk of many seconds."""
+    """A plan that only releases slots gives one, before and after a chunk of many seconds."""
     watched = Watched()
     assert not any(watched.idle(2))
     watched.now += 30.0
@@ -52,9 +51,9 @@ def test_results_around_a_slow_step_are_no_stall() -> None:
 
 
 def test_plans_that_were_sent_before_do_not_count() -> None:
-    """On a pipeline, one failed chunk makes all chunks after it void, and each takes its time."""
+    """On a pipeline, one failed chunk makes the worker skip all chunks after it."""
     watched = Watched()
-    assert not watched.watch.idled(Stall.VOID, in_flight=40)
+    assert not watched.watch.idled(Stall.EMPTY, in_flight=40)
     watched.now += 10.0
     assert not any(watched.idle(40, each_s=1.0))
     watched.watch.computed()
@@ -76,13 +75,13 @@ def test_a_computed_step_ends_a_stall() -> None:
     watched.watch.computed()
     watched.watch.computed()
     assert watched.idle(MOST_IN_A_ROW)[-1]
-    assert watched.changes == [Stall.VOID, None, Stall.VOID]
+    assert watched.changes == [Stall.EMPTY, None, Stall.EMPTY]
 
 
 def test_a_second_stall_without_a_step_loses_the_replica() -> None:
     """The error says what the replica did instead of computing."""
     watched = Watched()
     watched.idle(MOST_IN_A_ROW)
-    with pytest.raises(Stalled, match="empty"):
-        watched.idle(MOST_IN_A_ROW, Stall.EMPTY)
-    assert watched.changes == [Stall.VOID, Stall.EMPTY]
+    with pytest.raises(Stalled, match="unplanned"):
+        watched.idle(2, Stall.UNPLANNED, each_s=LONGEST_S)
+    assert watched.changes == [Stall.EMPTY, Stall.UNPLANNED]

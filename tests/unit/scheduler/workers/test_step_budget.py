@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -12,14 +13,14 @@ from scheduler_svc.workers import step_budget
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets
 
 LONGEST_S = 120.0
-DECODE = Decode((0, 1), (100, 50), bucket=2)
+DECODE = Decode((0, 1), bucket=2)
 
 
 def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -> StepBudgets:
-    """Returns budgets after ten steps that took `seconds` each."""
+    """Returns budgets after ten steps over 150 tokens that took `seconds` each."""
     budgets = StepBudgets(longest_s)
     for _ in range(10):
-        budgets.of(StepPlan(1, work)).observe(seconds)
+        budgets.of(StepPlan(1, work, context_tokens=150)).observe(seconds)
     return budgets
 
 
@@ -29,18 +30,18 @@ def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -
 )
 def test_a_step_may_take_a_multiple_of_its_usual_time(usual_s: float, budget_s: float) -> None:
     """The budget is 20 times the usual time, at least 5 s and at most the configured time."""
-    assert learned(usual_s).of(StepPlan(1, DECODE)).budget_s == pytest.approx(budget_s)
+    assert learned(usual_s).of(StepPlan(1, DECODE, context_tokens=150)).budget_s == pytest.approx(budget_s)
 
 
 def test_a_short_configured_time_holds_for_all_steps() -> None:
     """A configured time below 5 s is the limit of known steps, too."""
-    assert learned(0.001, longest_s=2.0).of(StepPlan(1, DECODE)).budget_s == 2.0
+    assert learned(0.001, longest_s=2.0).of(StepPlan(1, DECODE, context_tokens=150)).budget_s == 2.0
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        Decode((0, 1), (100, 50), bucket=4),
+        Decode((0, 1), bucket=4),
         Prefill(0, 0, 4, sample=False),
         Pool((0,), PoolShape(4, 1)),
         None,
@@ -53,19 +54,20 @@ def test_other_kinds_of_steps_are_unknown(work: Work | None) -> None:
 
 def test_chunks_differ_in_context_and_sampling() -> None:
     """Chunks far into a prompt, and those that sample, are kinds of their own."""
-    budgets = learned(0.001, Prefill(0, 512, 512, sample=False))
-    assert budgets.of(StepPlan(1, Prefill(3, 600, 100, sample=False))).budget_s == 5.0
-    assert budgets.of(StepPlan(1, Prefill(0, 512, 512, sample=True))).budget_s == LONGEST_S
-    assert budgets.of(StepPlan(1, Prefill(0, 4096, 512, sample=False))).budget_s == 5.0
+    budgets = learned(0.001, Prefill(0, 50, 100, sample=False))
+    chunk = Prefill(3, 40, 100, sample=False)
+    assert budgets.of(StepPlan(1, chunk, context_tokens=140)).budget_s == 5.0
+    assert budgets.of(StepPlan(1, replace(chunk, sample=True), context_tokens=140)).budget_s == LONGEST_S
+    assert budgets.of(StepPlan(1, chunk, context_tokens=4096)).budget_s == 5.0
 
 
 def test_an_unknown_kind_has_the_budget_of_the_slowest_known_one_of_its_graph() -> None:
     """More context than known counts in proportion, because each row may take that much longer."""
     budgets = learned(0.4)
     for _ in range(10):
-        budgets.of(StepPlan(1, Decode((0, 1), (10, 10), bucket=2))).observe(0.1)
+        budgets.of(StepPlan(1, DECODE, context_tokens=20)).observe(0.1)
     budget_s = {
-        tokens: budgets.of(StepPlan(1, Decode((0, 1), (tokens, 0), bucket=2))).budget_s
+        tokens: budgets.of(StepPlan(1, DECODE, context_tokens=tokens)).budget_s
         for tokens in (2, 40, 300, 1000, 60_000)
     }
     assert budget_s == pytest.approx({2: 8.0, 40: 8.0, 300: 16.0, 1000: 32.0, 60_000: LONGEST_S})

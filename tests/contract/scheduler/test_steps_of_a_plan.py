@@ -1,4 +1,4 @@
-"""Leases over real gRPC: the step loop while a worker runs several steps in a row."""
+"""Plans of several steps over real gRPC: the step loop while a worker runs them."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = pytest.mark.contract
 
-# With one prompt token, the first decode step starts a lease that lasts until the request ends.
+# With one prompt token, the first decode plan lasts until the request ends.
 SHORT = [5]
 
 
@@ -29,22 +29,19 @@ def worker_with(**more: int) -> FakeWorker:
     return FakeWorker(default_block_size=8, **more)  # type: ignore[arg-type]
 
 
-def leases(plan: StepPlan) -> bool:
-    return isinstance(plan.work, Decode) and plan.work.lease > 1
-
-
 async def next_plan(worker: FakeWorker) -> StepPlan:
     async with asyncio.timeout(5):
         return await worker.plans.get()
 
 
-async def lease_begins(worker: FakeWorker) -> None:
-    while not leases(await next_plan(worker)):
+async def decoding(worker: FakeWorker) -> None:
+    """Waits for a plan of several decode steps."""
+    while not isinstance(work := (await next_plan(worker)).work, Decode) or work.steps == 1:
         pass
 
 
-async def test_leased_steps_reach_the_client_one_by_one() -> None:
-    """The client has the tokens of earlier steps while the lease still runs."""
+async def test_the_steps_of_a_plan_reach_the_client_one_by_one() -> None:
+    """The client has the tokens of earlier steps while later ones still run."""
     worker = worker_with(hold_at_step=5)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         tokens: list[int] = []
@@ -57,16 +54,17 @@ async def test_leased_steps_reach_the_client_one_by_one() -> None:
     assert worker.device.passes == 20
 
 
-async def test_a_new_request_ends_a_running_lease() -> None:
-    """A new request ends the lease after the current step; the plan that does so has its chunk."""
+async def test_a_new_request_ends_the_steps_that_run() -> None:
+    """It does so after the current one; the plan that ends them has its chunk."""
     worker = worker_with(hold_at_step=4)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
         first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-        await lease_begins(worker)
+        await decoding(worker)
         second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
-        plan = await next_plan(worker)
+        while not isinstance((plan := await next_plan(worker)).work, Prefill):
+            pass
         worker.gate.set()
-        assert isinstance(plan.work, Prefill)
+        assert plan.interrupts
         assert [new.token_ids for new in plan.admit] == [(6, 7)]
         assert isinstance((await next_plan(worker)).work, Decode)
         assert await first == expected_tokens(SHORT, 20)
@@ -78,14 +76,14 @@ async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:
     return asyncio.create_task(failure(await register(scheduler, port)))
 
 
-async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
-    """A request that loses its worker during a lease continues elsewhere without a gap."""
+async def test_a_worker_lost_between_the_steps_of_a_plan_costs_no_token() -> None:
+    """A request that loses its worker there continues elsewhere without a gap."""
     worker = worker_with(die_at_step=5)
     async with run_scheduler() as scheduler:
         async with run_worker(worker) as port:
             gone = await lost(scheduler, port)
             answer = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-            await lease_begins(worker)
+            await decoding(worker)
             assert isinstance(await gone, Unavailable)
         async with joined(scheduler, worker_with(), "w2"):
             assert await answer == expected_tokens(SHORT, 20)
