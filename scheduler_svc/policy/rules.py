@@ -1,6 +1,6 @@
 """Whose turn it is on a replica, and the request that yields its slot."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler_svc.requests.request import Request
 
@@ -26,7 +26,7 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
 
     Args:
         prefilling: the requests with a chunk that can be sent, in order.
-        turn: the number of the turn.
+        turn: the number of chunks before this one.
     """
     if len(prefilling) < 2:
         return prefilling[0] if prefilling else None
@@ -66,7 +66,9 @@ class Turns:
         self._itl_target_s = itl_target_s
         # Decode steps that no chunk has been sent for. The first chunk may start at once.
         self._decodes = decode_steps_per_chunk
-        # Seconds of the chunks that were sent since the last decode step.
+        self.chunks = 0
+        """Chunks that were sent."""
+        # Seconds of those that were sent since the last decode step.
         self._gap_s = 0.0
 
     @property
@@ -74,20 +76,22 @@ class Turns:
         """Decode steps to run before the next chunk, at least one."""
         return max(1, self._ratio - self._decodes)
 
-    def longest_chunk(self, seconds: Mapping[int, float], step_s: float) -> int:
+    def longest_chunk(self, sizes: Sequence[int], seconds: Callable[[int], float], step_s: float) -> int:
         """Returns the largest chunk that keeps the gap target, or the smallest if none does.
 
         Args:
-            seconds: that a chunk of each size takes, sizes ascending.
+            sizes: of chunks, ascending.
+            seconds: returns the seconds that a chunk of a size takes.
             step_s: seconds that the next decode step will take.
         """
-        sizes = list(seconds)
         if not self._itl_target_s:
             return sizes[-1]
         most_s = self._itl_target_s - self._gap_s - step_s
-        return next((size for size in reversed(sizes) if seconds[size] <= most_s), sizes[0])
+        return next((size for size in reversed(sizes) if seconds(size) <= most_s), sizes[0])
 
-    def prefill_due(self, request: Request, now_s: float, *, chunk_s: float, rest_s: float, step_s: float) -> bool:
+    def prefill_due(
+        self, request: Request, now_s: float, *, chunk_s: float, rest_s: float, step_s: float
+    ) -> bool:
         """Whether the next chunk is to run before the next decode step.
 
         Args:
@@ -116,6 +120,7 @@ class Turns:
         """Notes a chunk that is sent and takes some time; ``turns``: stages for each decode batch."""
         self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
         self._gap_s += chunk_s
+        self.chunks += 1
 
     def sent_steps(self, count: int) -> None:
         """Notes that decode steps are sent; on a pipeline each counts as often as there are stages for it."""

@@ -269,7 +269,7 @@ class ReplicaScheduler:
 
     def _chunk(self, interrupts: bool) -> StepPlan | None:
         """Returns a plan with a chunk, if it is a chunk's turn and there is room."""
-        request = next_to_prefill(self._may_prefill(), self.stats.plans)
+        request = next_to_prefill(self._may_prefill(), self._turns.chunks)
         if request is None:
             return None
         step_s = self.stats.times.decode.at(len(self._decoding))
@@ -297,9 +297,8 @@ class ReplicaScheduler:
         sizes = self.shapes.chunk_sizes
         if not self._decoding:
             return sizes
-        unit = self.kv.chunk_unit
-        steps = {size: self.stats.times.of_bucket(size) for size in sizes if size % unit == 0}
-        longest = self._turns.longest_chunk(steps, step_s)
+        aligned = [size for size in sizes if size % self.kv.chunk_unit == 0]
+        longest = self._turns.longest_chunk(aligned, self.stats.times.of_bucket, step_s)
         return [size for size in sizes if size <= longest]
 
     def _may_prefill(self) -> Sequence[Request]:
