@@ -106,8 +106,7 @@ class Turns:
         fits_gap = self._gap_s + chunk_s + step_s <= self._itl_target_s
         # Another plan runs now, about a chunk, and a decode step would come before this chunk.
         is_late = (
-            delivery.first_token_s is None
-            and waited_s < target_s <= waited_s + chunk_s + step_s + rest_s
+            delivery.first_token_s is None and waited_s < target_s <= waited_s + chunk_s + step_s + rest_s
         )
         if is_late and (fits_gap or not self._itl_target_s):
             return True

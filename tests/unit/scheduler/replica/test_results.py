@@ -22,10 +22,10 @@ def make(event_interval_s: float) -> Rig:
 
 
 def run(rig: Rig) -> tuple[list[StepPlan], list[StepResult]]:
-    """Runs all requests on a worker that collects as many steps as its plans say; each takes a millisecond."""
+    """Runs all requests on a worker that collects as many steps as its plans say; each takes 1 ms."""
     worker = SimulatedWorker(lambda plan: replace(rig.device.run(plan), execute_us=STEP_US))
     sent: dict[int, StepPlan] = {}
-    results = []
+    results: list[StepResult] = []
     while True:
         rig.engine.dispatch()
         while (plan := rig.scheduler.next_plan()) is not None:
@@ -41,9 +41,7 @@ def run(rig: Rig) -> tuple[list[StepPlan], list[StepResult]]:
         result = steps[-1]
         if len(steps) > 1:
             tokens = tuple(token for step in steps for token in step.token_ids)
-            result = replace(
-                result, token_ids=tokens, num_steps=len(steps), execute_us=STEP_US * len(steps)
-            )
+            result = replace(result, token_ids=tokens, num_steps=len(steps), execute_us=STEP_US * len(steps))
         results.append(result)
         rig.scheduler.update(result)
 

@@ -12,6 +12,7 @@ def test_a_row_that_misses_a_step_has_a_gap_of_its_own() -> None:
     for name in "ab":
         measures.arrived(name, "", 0.0)
         measures.push(Event(name, (7,)))
-    for now, rows in ((1.0, ["a", "b"]), (2.0, ["a", "b"]), (3.0, ["b"]), (4.0, ["a", "b"]), (5.0, ["a", "b"])):  # noqa: B007
-        measures.push_tokens(rows, [7] * len(rows))
+    for rows in ("ab", "ab", "b", "ab", "ab"):
+        now += 1.0
+        measures.push_tokens([*rows], [7] * len(rows))
     assert measures.tenants[""].gaps_us == Counter({1_000_000: 8, 2_000_000: 1})

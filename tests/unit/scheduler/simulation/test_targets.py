@@ -43,6 +43,27 @@ def test_a_compiled_chunk_that_fits_the_gap_target_costs_little() -> None:
     assert fitting["ttft_s"]["p50"] <= simulated(requests)["ttft_s"]["p50"] * 1.3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "gap_ms", "ttft_s"),
+    [
+        ({}, 27.6, 0.35),
+        ({"itl_target_ms": 25.0}, 23.6, 1.2),
+        ({"itl_target_ms": 25.0, "prefill_buckets": (64, 128, 256, 384, 512)}, 23.6, 0.64),
+        (
+            {"itl_target_ms": 25.0, "prefill_buckets": (144, 432), "max_num_batched_tokens": 432, "block_size": 16},
+            24.4, 0.42,
+        ),
+    ],
+    ids=["no target", "25 ms", "five buckets", "a bucket that fits"],
+)  # fmt: skip
+def test_the_documented_figures_hold(settings: dict[str, Any], gap_ms: float, ttft_s: float) -> None:
+    """Those of docs/scheduling.md."""
+    figures = simulated(poisson(16, 400, 1000, 200), **settings)
+    assert figures["gap_s"]["p99"] * 1000 == pytest.approx(gap_ms, abs=0.1)
+    assert figures["ttft_s"]["p50"] == pytest.approx(ttft_s, rel=0.03)
+
+
 def test_a_target_that_no_chunk_keeps_lets_the_smallest_run() -> None:
     figures = beside_streams(1024, itl_target_ms=1.0)
     assert figures["gap_s"]["p99"] == pytest.approx(2 * STEP_S)
