@@ -1,10 +1,11 @@
-"""Results of several decode steps, with which a worker saves messages."""
+"""What results change about the plans that follow: steps in a result, and the sizes of chunks."""
 
 from dataclasses import replace
 
 import pytest
 
-from protos.steps import Decode, StepPlan, StepResult
+from protos.steps import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.kv.cache import ChunkStarts
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.plan_order import SimulatedWorker
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
@@ -22,8 +23,16 @@ def make(event_interval_s: float) -> Rig:
 
 
 def run(rig: Rig) -> tuple[list[StepPlan], list[StepResult]]:
-    """Runs all requests on a worker that collects as many steps as its plans say; each takes 1 ms."""
-    worker = SimulatedWorker(lambda plan: replace(rig.device.run(plan), execute_us=STEP_US))
+    """Runs all requests on a worker that collects as many steps as its plans say; one takes 1 ms.
+
+    A chunk takes 1 ms a token, padding included.
+    """
+
+    def run_step(plan: StepPlan) -> StepResult:
+        rows = plan.work.bucket if isinstance(plan.work, Prefill) else 1
+        return replace(rig.device.run(plan), execute_us=STEP_US * rows)
+
+    worker = SimulatedWorker(run_step)
     sent: dict[int, StepPlan] = {}
     results: list[StepResult] = []
     while True:
@@ -69,3 +78,32 @@ def test_a_stop_in_the_middle_of_a_result_ends_its_request_alone(interval_s: flo
     assert [event.finish_reason for event in b.events if event.finish_reason] == [FinishReason.LENGTH]
     assert rig.scheduler.num_running == 0
     assert rig.scheduler.stats.times.decode.seconds == pytest.approx(STEP_US * 1e-6)
+
+
+@pytest.mark.parametrize("sub_block", [False, True], ids=["whole blocks", "parts of blocks"])
+@pytest.mark.parametrize(
+    ("starts", "block_size", "smallest"),
+    [("whole", 16, 16), ("anywhere", 4, 4), ("exact", 4, 4), ("anywhere", 16, 4)],
+)
+def test_chunks_for_a_gap_target_begin_where_the_worker_can_begin(
+    starts: ChunkStarts, block_size: int, smallest: int, *, sub_block: bool
+) -> None:
+    """A gap of 6 ms holds a chunk of 4 tokens and a step. The device checks starts and what it reads.
+
+    Without parts of blocks, hits and so chunks begin at whole blocks.
+    """
+    shapes = replace(
+        make_shapes(max_model_len=256, chunk=16, block_size=block_size), prefill_buckets=(4, 8, 16)
+    )
+    rig = make_rig(
+        shapes, num_blocks=200, chunk_starts=starts, sub_block=sub_block, itl_target_s=0.006, finest_hit=4
+    )
+    prompts = {"a": [5], "b": [7 + index % 80 for index in range(101)]}
+    prompts["c"] = [*prompts["b"][:50], 3, 4, *prompts["b"][:60]]
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name, max_tokens=100))
+    plans, _ = run(rig)
+    for name, prompt in prompts.items():
+        assert rig.sinks[name].tokens == expected_tokens(prompt, 100)
+    chunks = [plan.work for plan in plans if isinstance(plan.work, Prefill) and not plan.work.sample]
+    assert min(chunk.num_tokens for chunk in chunks) == (smallest if sub_block else max(smallest, block_size))

@@ -164,3 +164,17 @@ def test_uncomputed_blocks_are_those_without_a_computed_token() -> None:
     slow = StepTimes(per_token_s=1.0, max_num_seqs=1, max_num_batched_tokens=16, block_size=8)
     figures = simulated([SimulatedRequest(0.0, 24, 1)], times=slow)
     assert figures["kv_uncomputed_share"] == pytest.approx((3 + 1) / (3 + 3))
+
+
+# ---- several steps a result ----
+
+
+def test_tokens_come_together_as_often_as_the_event_interval_says() -> None:
+    """Four steps of 6.3 ms fit 30 ms: three gaps of four are empty, and no request ends later."""
+    alone = [SimulatedRequest(0.0, 100, 201)]
+    at_once, together = (simulated(alone, event_interval_ms=interval) for interval in (0.0, 30.0))
+    assert at_once["gap_s"]["p99"] == pytest.approx(STEP_S)
+    assert together["gap_s"]["p50"] == 0
+    assert together["gap_s"]["p90"] == pytest.approx(4 * STEP_S)
+    for name in ("latency_s", "tokens_per_s"):
+        assert together[name] == pytest.approx(at_once[name])
