@@ -10,6 +10,7 @@ from protos.errors import TriptychError
 from protos.steps import (
     Admission,
     BlockCopy,
+    Decode,
     GroupKind,
     Prefill,
     SlotOutput,
