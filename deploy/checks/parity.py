@@ -188,7 +188,8 @@ class _Parity:
         self._copies_blocks = description.copies_blocks
         none: Any = lambda *_: None  # noqa: E731
         link = WorkerLink(none, none, none, none, none, lambda: False)
-        self._scheduler = setup.attach(description, tuple(ready.num_blocks), "", link)
+        memory = setup.make_memory(description, tuple(ready.num_blocks))
+        self._scheduler = setup.attach(description, memory, "", link)
 
     def _generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = _STEPS) -> list[Answer]:
         """Answers all prompts greedily at the same time."""

@@ -58,8 +58,7 @@ class Replica:
         self.forget(SLOTS)
         self.runner = PlanRunner(self.leader, self, self.thread, hand_over=self._hand_over)
 
-    def is_interrupted(self, step: int, *, running: bool) -> bool:
-        del running
+    def is_interrupted(self, step: int) -> bool:
         return self.results[step] >= self.patience
 
     def run(self, **fields: Any) -> None:

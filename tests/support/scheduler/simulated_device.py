@@ -12,7 +12,6 @@ from protos.steps import (
     BlockCopy,
     Decode,
     GroupKind,
-    Pool,
     Prefill,
     SlotOutput,
     StepPlan,
@@ -144,7 +143,8 @@ class SimulatedDevice:
         try:
             return self._run(plan)
         except StepFailedError:
-            self.dead.update(one.slot for one in (*plan.admit, *plan.grow))
+            self.dead.update(admission.slot for admission in plan.admit)
+            self.dead.update(growth.slot for growth in plan.grow)
             self.dead.update(slots_of(plan.work))
             self.garbage.update((copy.group_id, copy.target_block) for copy in plan.copies)
             raise
@@ -176,31 +176,28 @@ class SimulatedDevice:
 
     def run_work(self, plan: StepPlan) -> StepResult:
         """Runs one step of the plan's work, without slots that are dead or not ready."""
-        assert not isinstance(plan.work, Pool), "this device generates"
-        match without_slots(plan.work, self.dead):
-            case Prefill() as chunk:
-                return self._run_chunk(plan.step, chunk)
-            case Decode(slots, bucket):
-                assert len(set(slots)) == len(slots) <= bucket
-                assert bucket in self.shapes.buckets
-                ready = [
-                    slot for slot in slots if self.slots[slot].computed == len(self.slots[slot].tokens) - 1
-                ]
-                if not ready:
-                    return StepResult(plan.step, num_steps=0)
-                self.ran.add(("decode", bucket))
-                for slot in ready:
-                    state = self.slots[slot]
-                    end = state.computed + 1
-                    self._survive("decode", state.admission, end)
-                    self._compute(state, end)
-                self.passes += 1
-                result = self._result(plan.step, ready)
-                if tuple(ready) == tuple(slots_of(plan.work)):
-                    return result
-                return StepResult(plan.step, outputs=_outputs_of(result, ready))
-            case None:
-                return StepResult(plan.step, num_steps=0)
+        work = without_slots(plan.work, self.dead)
+        if work is None:
+            return StepResult(plan.step, num_steps=0)
+        if isinstance(work, Prefill):
+            return self._run_chunk(plan.step, work)
+        assert isinstance(work, Decode), "this device generates"
+        assert len(set(work.slots)) == len(work.slots) <= work.bucket
+        assert work.bucket in self.shapes.buckets
+        ready = [slot for slot in work.slots if self.slots[slot].computed == len(self.slots[slot].tokens) - 1]
+        if not ready:
+            return StepResult(plan.step, num_steps=0)
+        self.ran.add(("decode", work.bucket))
+        for slot in ready:
+            state = self.slots[slot]
+            end = state.computed + 1
+            self._survive("decode", state.admission, end)
+            self._compute(state, end)
+        self.passes += 1
+        result = self._result(plan.step, ready)
+        if tuple(ready) == tuple(slots_of(plan.work)):
+            return result
+        return StepResult(plan.step, outputs=_outputs_of(result, ready))
 
     def _with_refusals(
         self, plan: StepPlan, result: StepResult, refusals: Sequence[SlotOutput]

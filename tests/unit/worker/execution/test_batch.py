@@ -89,7 +89,7 @@ def test_a_chunk_is_padded_to_its_bucket() -> None:
     batch.admit(request(tokens=3))
     batch.copy_admitted()
     work = Prefill(0, 0, 3, True, 4)
-    batch.check(work)
+    batch.ready(work)
     tokens, positions, (full, _) = batch.prefill_inputs(batch.bucket_of(work), work)
     assert (tokens.tolist(), positions.tolist()) == ([100, 101, 102, 0], [0, 1, 2, 0])
     assert paged(full).slot_mapping.tolist() == [4, 5, 6, 0]
@@ -103,9 +103,9 @@ def test_a_bucket_that_was_not_configured_is_refused() -> None:
     batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
     batch.admit(request(tokens=6))
     with pytest.raises(Internal, match=r"in a bucket of 6; the worker has \(4, 8\)"):
-        batch.check(Prefill(0, 0, 6, True, 6))
+        batch.ready(Prefill(0, 0, 6, True, 6))
     with pytest.raises(Internal, match="prefills tokens 0 to 6"):
-        batch.check(Prefill(0, 0, 6, True, 4))
+        batch.ready(Prefill(0, 0, 6, True, 4))
 
 
 def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:

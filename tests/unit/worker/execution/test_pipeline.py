@@ -82,8 +82,8 @@ class Replica:
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
         self.results: list[StepResult] = []
 
-    def is_interrupted(self, step: int, *, running: bool) -> bool:
-        del step, running
+    def is_interrupted(self, step: int) -> bool:
+        del step
         return False
 
     def run(self, **fields: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_chunk_that_samples_nothing_is_answered_once_it_has_run(runner: Runner
     )
     assert launched.runs_ahead
     assert launched.read_tokens is not None
-    assert launched.read(Prefill(0, 0, 8, sample=False)) == ((), ())
+    assert launched.read() == ((), ())
 
 
 def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
