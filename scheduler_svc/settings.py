@@ -146,10 +146,10 @@ class Settings(LinkSecuritySettings):
     prefill first, which stalls decoding."""
     ttft_target_ms: float = Field(0.0, ge=0)
     """Aim for the time from a request's arrival to its first token: a prompt that would miss it is
-    prefilled at once. 0 for none."""
+    prefilled at once; one that has missed it takes turns. 0 for none."""
     itl_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0
-    for none."""
+    """Aim for the time between two tokens of a request: prefill chunks are as large as fit, and follow one
+    another as long as they fit. 0 for none."""
     lease_steps: int = Field(8, ge=1, le=1000)
     """Decode steps that a worker may run in a row on its own while there is no other work."""
     event_interval_ms: float = Field(0.0, ge=0)

@@ -297,7 +297,7 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
         notes.append(
             f"{f'{name}: ' if name else ''}{rate}workers are busy {result['utilization']:.0%} of the time,"
             f" {result['padding_share']:.0%} of computed tokens are padding,"
-            f" {result['kv_uncomputed_share']:.0%} of allocated KV memory is not computed;"
+            f" {result['kv_uncomputed_share']:.0%} of allocated KV blocks hold no computed token;"
             f" requests by replica: {' '.join(map(str, result['requests_by_replica']))}"
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

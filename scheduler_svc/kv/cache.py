@@ -96,6 +96,8 @@ class KvCache:
         """
         self._copies_blocks = options.copies_blocks
         self._layout = BlockLayout.from_shapes(shapes, hit_unit(shapes, groups, options))
+        self.chunk_unit = math.gcd(self._layout.hit_unit, shapes.chunk)
+        """Chunks that another one follows are multiples of this, so that it begins where a hit may end."""
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )

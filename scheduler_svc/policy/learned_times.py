@@ -66,3 +66,18 @@ class LearnedTimes:
     """Of a prefill step, by its tokens without padding."""
     decode: LinearTime = field(default_factory=LinearTime)
     """Of a decode step, by its requests."""
+    buckets: dict[int, LinearTime] = field(default_factory=dict)
+    """Of a prefill step of each bucket. A small one may take as long as its double, so no line fits all."""
+
+    def observe_chunk(self, tokens: int, bucket: int, seconds: float) -> None:
+        """Takes in a prefill step of some tokens, padded to its bucket."""
+        self.chunk.observe(tokens, seconds)
+        self.buckets.setdefault(bucket, LinearTime()).observe(bucket, seconds)
+
+    def of_bucket(self, bucket: int) -> float:
+        """Returns the seconds of a prefill step of this bucket, or of the next smaller one that has run.
+
+        So each is tried. Without either, it is on the line through all chunks; 0 if none has run.
+        """
+        below = max((size for size, time in self.buckets.items() if size <= bucket and time.known), default=0)
+        return self.buckets[below].seconds if below else self.chunk.at(bucket)

@@ -1,6 +1,6 @@
 """Whose turn it is on a replica, and the request that yields its slot."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from scheduler_svc.requests.request import Request
 
@@ -26,7 +26,7 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
 
     Args:
         prefilling: the requests with a chunk that can be sent, in order.
-        turn: the number of the turn.
+        turn: the number of chunks before this one.
     """
     if len(prefilling) < 2:
         return prefilling[0] if prefilling else None
@@ -43,8 +43,8 @@ class Turns:
     the longest gap between two tokens of a request is one chunk plus one decode step.
 
     With targets, measured times decide instead. A gap target lets chunks follow one another as long as the
-    gap that they make stays below it. A prompt that would miss its target of a first token runs at once, if
-    the gap target allows it.
+    gap that they make stays below it. A prompt that would otherwise miss its target of a first token runs at
+    once, if the gap target allows it. One that has missed it takes turns, or a burst would stop all streams.
 
     On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
     chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
@@ -66,7 +66,9 @@ class Turns:
         self._itl_target_s = itl_target_s
         # Decode steps that no chunk has been sent for. The first chunk may start at once.
         self._decodes = decode_steps_per_chunk
-        # Seconds of the chunks that were sent since the last decode step.
+        self.chunks = 0
+        """Chunks that were sent."""
+        # Seconds of those that were sent since the last decode step.
         self._gap_s = 0.0
 
     @property
@@ -74,21 +76,37 @@ class Turns:
         """Decode steps to run before the next chunk, at least one."""
         return max(1, self._ratio - self._decodes)
 
-    def prefill_due(self, request: Request, now_s: float, *, chunk_s: float, step_s: float) -> bool:
+    def longest_chunk(self, sizes: Sequence[int], seconds: Callable[[int], float], step_s: float) -> int:
+        """Returns the largest chunk that keeps the gap target, or the smallest if none does.
+
+        Args:
+            sizes: of chunks, ascending.
+            seconds: returns the seconds that a chunk of a size takes.
+            step_s: seconds that the next decode step will take.
+        """
+        if not self._itl_target_s:
+            return sizes[-1]
+        most_s = self._itl_target_s - self._gap_s - step_s
+        return next((size for size in reversed(sizes) if seconds(size) <= most_s), sizes[0])
+
+    def prefill_due(
+        self, request: Request, now_s: float, *, chunk_s: float, rest_s: float, step_s: float
+    ) -> bool:
         """Whether the next chunk is to run before the next decode step.
 
         Args:
             request: the request of the chunk.
             now_s: clock reading.
             chunk_s: seconds that the chunk will take; 0 if unknown.
+            rest_s: seconds that all chunks of the request will take, this one included.
             step_s: seconds that the next decode step will take; 0 if unknown.
         """
-        delivery = request.delivery
+        delivery, target_s = request.delivery, self._ttft_target_s
+        waited_s = now_s - delivery.accepted_s
         fits_gap = self._gap_s + chunk_s + step_s <= self._itl_target_s
+        # Another plan runs now, about a chunk, and a decode step would come before this chunk.
         is_late = (
-            self._ttft_target_s
-            and delivery.first_token_s is None
-            and now_s - delivery.accepted_s + chunk_s >= self._ttft_target_s
+            delivery.first_token_s is None and waited_s < target_s <= waited_s + chunk_s + step_s + rest_s
         )
         if is_late and (fits_gap or not self._itl_target_s):
             return True
@@ -101,6 +119,7 @@ class Turns:
         """Notes a chunk that is sent and takes some time; ``turns``: stages for each decode batch."""
         self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
         self._gap_s += chunk_s
+        self.chunks += 1
 
     def sent_steps(self, count: int) -> None:
         """Notes that decode steps are sent; on a pipeline each counts as often as there are stages for it."""

@@ -269,14 +269,16 @@ class ReplicaScheduler:
 
     def _chunk(self, interrupts: bool) -> StepPlan | None:
         """Returns a plan with a chunk, if it is a chunk's turn and there is room."""
-        request = next_to_prefill(self._may_prefill(), self.stats.plans)
+        request = next_to_prefill(self._may_prefill(), self._turns.chunks)
         if request is None:
             return None
-        bucket = chunk_for(request.num_ungranted, self.shapes.chunk_sizes)
+        step_s = self.stats.times.decode.at(len(self._decoding))
+        bucket = chunk_for(request.num_ungranted, self._buckets(step_s))
         tokens = min(bucket, request.num_ungranted)
-        chunk_s, step_s = self.stats.times.chunk.at(tokens), self.stats.times.decode.at(len(self._decoding))
+        chunk_s = self.stats.times.of_bucket(bucket)
+        rest_s = chunk_s * -(-request.num_ungranted // tokens)
         if self._decoding and not self._turns.prefill_due(
-            request, self._clock(), chunk_s=chunk_s, step_s=step_s
+            request, self._clock(), chunk_s=chunk_s, rest_s=rest_s, step_s=step_s
         ):
             return None
         start, end = request.granted, request.granted + tokens
@@ -289,6 +291,15 @@ class ReplicaScheduler:
         self._turns.sent_chunk(chunk_s, self._stages_per_batch)
         self._owner.released()  # another request may have its turn now
         return plan
+
+    def _buckets(self, step_s: float) -> Sequence[int]:
+        """Returns the buckets for the next chunk: those that keep the gap before a decode step on target."""
+        sizes = self.shapes.chunk_sizes
+        if not self._decoding:
+            return sizes
+        aligned = [size for size in sizes if size % self.kv.chunk_unit == 0]
+        longest = self._turns.longest_chunk(aligned, self.stats.times.of_bucket, step_s)
+        return [size for size in sizes if size <= longest]
 
     def _may_prefill(self) -> Sequence[Request]:
         """Returns the requests whose next chunk can be sent now."""

@@ -130,7 +130,7 @@ class SchedulerStats:
         run.rows += tokens
         run.seconds.observe(seconds)
         self.chunk_tokens.observe(tokens)
-        self.times.chunk.observe(tokens, seconds)
+        self.times.observe_chunk(tokens, bucket, seconds)
         self.observe_chunk(tokens)
 
     def count_decode(self, num_rows: int, bucket: int, seconds: float) -> None:

@@ -155,6 +155,9 @@ class Measures:
 
     def _split(self, request_ids: Sequence[str], now: float) -> None:
         """Takes the tokens of a batch that has other rows than the one before."""
+        # A row that missed a step comes back to rows whose last token is not the one of their old batch.
+        left = {id(self._live[request_id].stamp) for request_id in request_ids}
+        self._batches = {first: one for first, one in self._batches.items() if id(one[1]) not in left}
         stamp, rows = [now], Counter[str]()
         for request_id in request_ids:
             live = self._live[request_id]

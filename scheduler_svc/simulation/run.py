@@ -194,14 +194,17 @@ class Simulation:
     # ---- figures ----
 
     def _look(self) -> None:
-        """Adds up allocated and uncomputed KV memory."""
+        """Adds up allocated KV memory, and the blocks in it that hold no computed token yet.
+
+        The free end of a sequence's last block is not counted: nothing else could use it.
+        """
         self._look_s = self.now + self._look_every_s
         for memory in self.engine.memory().values():
             self._allocated += sum(group.num_used for group in memory.groups) * memory.block_size
         for request in self.engine.live():
             for table in request.kv.tables:
-                size = len(table.blocks) * self._block_size
-                self._uncomputed += max(0, size - request.kv.num_computed)
+                begun = -(-request.kv.num_computed // self._block_size)
+                self._uncomputed += max(0, len(table.blocks) - begun) * self._block_size
 
     def _figures(self, start_s: float) -> dict[str, Any]:
         measures, workers = self._measures, self.workers

@@ -13,7 +13,7 @@ class VirtualWorker:
     """Runs what one replica's scheduler sends, in order, as a worker and its step loop do without any delay.
 
     A step lasts as long as the model of step times says. Its result reaches the scheduler the moment it ends,
-    with the same token for every row.
+    or with those of later steps if the plan says so, with the same token for every row.
     """
 
     def __init__(self, times: StepTimes, clock: Callable[[], float], dispatch: Callable[[], None]) -> None:
@@ -41,6 +41,8 @@ class VirtualWorker:
         self._plans: deque[StepPlan] = deque()
         self._num_run = 0
         self._spent_s = 0.0
+        # Seconds of each step whose result is not sent.
+        self._unsent_s: list[float] = []
 
     def wake(self) -> None:
         """Sends what can be sent while a step runs; an idle worker needs :meth:`start`."""
@@ -59,16 +61,24 @@ class VirtualWorker:
         self._num_run += 1
         most = work.steps if isinstance(work, Decode) else 1
         last = self._num_run == most or any(newer.interrupts for newer in list(self._plans)[1:])
-        tokens: tuple[int, ...] = ()
-        if isinstance(work, Decode):
-            tokens = (7,) * len(work.slots)
-        elif isinstance(work, Prefill) and work.sample:
-            tokens = (7,)
+        self._unsent_s.append(self._spent_s)
+        if last or (isinstance(work, Decode) and len(self._unsent_s) == work.steps_per_result):
+            self._send(plan, last=last)
+        self._next()
+
+    def _send(self, plan: StepPlan, *, last: bool) -> None:
+        """Sends the result of the steps that ran since the last one."""
+        work, count, spent_s = plan.work, len(self._unsent_s), sum(self._unsent_s)
+        rows = len(work.slots) if isinstance(work, Decode) else int(isinstance(work, Prefill) and work.sample)
+        self._unsent_s.clear()
         if last:
             self._plans.popleft()
             self._num_run = 0
-        self.scheduler.update(StepResult(plan.step, tokens, last=last, execute_us=int(self._spent_s * 1e6)))
-        self._next()
+        self.scheduler.update(
+            StepResult(
+                plan.step, (7,) * rows * count, last=last, num_steps=count, execute_us=int(spent_s * 1e6)
+            )
+        )
 
     def _next(self) -> None:
         """Fetches plans and starts the next step, if there is one."""

@@ -44,7 +44,7 @@ def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], st
     times: dict[str, float] = {}
     for batch in batches:
         for context in contexts:
-            taken = Rows(worker, batch, context).run([None] * batch, steps)
+            taken = Rows(worker, batch, context).run([0] * batch, steps)
             times[f"b{batch}_c{context}"] = statistics.median(taken) * 1e3
     return times
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from protos.triptych.v1 import inference_pb2
+from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
 from tests.support.rbln.fake_environment import running_worker
@@ -80,6 +81,7 @@ async def ask(scheduler: RunningScheduler) -> Answers:
     request.n = 2
     events = await collect(scheduler.inference.Generate(request))
     (replica,) = scheduler.engine.replicas.values()
+    assert isinstance(replica.scheduler, ReplicaScheduler)
     return Answers(
         alone, cached, [by_sequence(events, sequence) for sequence in range(2)], replica.scheduler.stats.forks
     )

@@ -265,6 +265,10 @@ class Rig:
     """Reading of the clock."""
     lease_steps: int = 1
     """Decode steps that a plan may allow."""
+    itl_target_s: float = 0.0
+    """Target for the time between two tokens of a request."""
+    event_interval_s: float = 0.0
+    """Time for which the worker may collect the tokens of these steps."""
     depth: int | None = None
     """Plans that the worker may have at once."""
     lag: int = 0
@@ -323,8 +327,8 @@ class Rig:
             adapters=self.adapters.store if self.adapters else None,
         )  # fmt: skip
         self.scheduler = ReplicaScheduler(
-            self.shapes, kv, self.engine, Turns(self.ratio), clock=lambda: self.now,
-            lease_steps=self.lease_steps, adapters=self.adapters.seats if self.adapters else None, depth=self.depth,
+            self.shapes, kv, self.engine, Turns(self.ratio, itl_target_s=self.itl_target_s), clock=lambda: self.now,
+            lease_steps=self.lease_steps, event_interval_s=self.event_interval_s, adapters=self.adapters.seats if self.adapters else None, depth=self.depth,
         )  # fmt: skip
         lora = self.adapters.calls if self.adapters else None
         self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None, lora=lora))
@@ -431,7 +435,7 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, lease_steps: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
-    dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
+    dispatches: bool = True, event_interval_s: float = 0.0, itl_target_s: float = 0.0, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
     chunk_starts: ChunkStarts = "whole", finest_hit: int = 4,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(
@@ -440,7 +444,8 @@ def make_rig(
     rig = Rig(
         groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, lease_steps=lease_steps,
         num_streams=num_streams, depth=depth, lag=lag, most_plans=most_plans, dispatches=dispatches,
-        adapter_slots=adapter_slots, max_cpu_loras=max_cpu_loras or adapter_slots,
+        adapter_slots=adapter_slots, max_cpu_loras=max_cpu_loras or adapter_slots, event_interval_s=event_interval_s,
+        itl_target_s=itl_target_s,
     )  # fmt: skip
     rig.engine = Engine(
         max_waiting=max_waiting,

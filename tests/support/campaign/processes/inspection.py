@@ -71,7 +71,8 @@ def _watch_scheduler() -> Callable[[], dict[str, Any]]:
         fault = ""
         try:
             for replica in engine.replicas.values():
-                replica.scheduler.kv.check_integrity()
+                if replica.scheduler.kv is not None:
+                    replica.scheduler.kv.check_integrity()
         except RuntimeError as error:
             fault = str(error)
         return {

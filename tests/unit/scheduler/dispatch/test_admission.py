@@ -188,7 +188,7 @@ def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> Non
     rig = make_rig(num_blocks=17)
     large = rig.submit(make_submission([5] * 50, request_id="large", max_tokens=10))
     small = rig.submit(make_submission(request_id="small", max_tokens=20))
-    while not large.tokens:
+    while not large.events:
         rig.step()
     assert rig.engine.find("small") is not None
     rig.replace_replica(num_blocks=9, loss=Loss.LEFT)

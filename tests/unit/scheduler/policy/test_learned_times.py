@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler_svc.policy.learned_times import LinearTime
+from scheduler_svc.policy.learned_times import LearnedTimes, LinearTime
 
 
 def learned(*observations: tuple[float, float]) -> LinearTime:
@@ -45,3 +45,15 @@ def test_a_device_that_becomes_slower_or_faster_is_followed() -> None:
 
 def test_a_step_without_a_measurement_is_ignored() -> None:
     assert not learned((8, 0.0)).known
+
+
+def test_a_bucket_without_a_time_is_taken_for_the_next_smaller_one() -> None:
+    """So it is tried; a line through 64 and 512 tokens would say 12.6 ms for 256."""
+    times = LearnedTimes()
+    assert times.of_bucket(256) == 0
+    times.observe_chunk(500, 512, 0.021)
+    assert times.of_bucket(256) == pytest.approx(0.021)
+    times.observe_chunk(64, 64, 0.006)
+    assert times.of_bucket(256) == pytest.approx(0.006)
+    times.observe_chunk(200, 256, 0.011)
+    assert [times.of_bucket(size) for size in (64, 256, 512)] == pytest.approx([0.006, 0.011, 0.021])
