@@ -43,8 +43,10 @@ async def test_a_request_that_kills_workers_costs_no_other_request_a_token(most:
                 for prompt in prompts
             ]
             await failure(call)
-            for _ in range(most - 1):
-                await failure(await register(scheduler, port))
+            # A worker that dies may take answers with it; the request then needs a step more to kill again.
+            while not poison.done():
+                lost = asyncio.create_task(failure(await register(scheduler, port)))
+                await asyncio.wait({poison, lost}, return_when=asyncio.FIRST_COMPLETED)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await poison
         error = from_rpc_error(caught.value)
