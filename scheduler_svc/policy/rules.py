@@ -11,18 +11,18 @@ _ROUNDING = 1e-9
 _CHUNKS_BY_LENGTH = 4
 
 
-def runs_before(prefilling: Request, request: Request) -> bool:
-    """Whether the next chunk of a prefilling request comes before the first one of another request."""
+def runs_before(prefilling: Request, request: Request, rest: int) -> bool:
+    """Whether a prefilling request's next chunk comes before one of another, with ``rest`` tokens to go."""
     if prefilling.priority != request.priority:
         return prefilling.priority < request.priority
-    return prefilling.num_ungranted <= len(request.token_ids)
+    return prefilling.num_ungranted <= rest
 
 
 def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
     """Returns the request with the next chunk: the most urgent, and among these the one that is done soonest.
 
     So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up
-    for ever.
+    for ever, nor do tokens that grammars force, which otherwise go first among equals.
 
     Args:
         prefilling: the requests with a chunk that can be sent, in order.
@@ -31,8 +31,8 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
     if len(prefilling) < 2:
         return prefilling[0] if prefilling else None
     if not turn % _CHUNKS_BY_LENGTH:
-        return prefilling[0]
-    return min(prefilling, key=lambda one: (not one.prefills_forced, one.priority, one.num_ungranted))
+        return next((one for one in prefilling if not one.prefills_forced), prefilling[0])
+    return min(prefilling, key=lambda one: (one.priority, not one.prefills_forced, one.num_ungranted))
 
 
 class Turns:

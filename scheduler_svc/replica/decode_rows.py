@@ -1,12 +1,11 @@
 """The decoding requests of a replica: the rows of its decode steps, and the steps that they may run."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.plans import BatchRows, Changes, StepsInFlight
+from scheduler_svc.replica.plans import BatchRows, Changes, StepsInFlight, batch_of
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.requests.request import Request, RequestState, Sink
+from scheduler_svc.requests.request import Request, RequestState
 
 Room = Callable[[Request, int], bool]
 """Grows a request's tables to a number of tokens; returns whether it did."""
@@ -62,6 +61,7 @@ class DecodeRows:
         self._kv.prefixes.index_decoded(request.kv)
         del self.members[request.request_id]
         self._changed = True
+        self.has_joined = self.has_joined and bool(self.members)
 
     def refresh(self) -> None:
         """Notes that granted steps did not run: places must be counted anew."""
@@ -107,7 +107,7 @@ class DecodeRows:
         fitting = self._changes.first_that_fit([request for request, _ in rows])
         self._leaves_out = len(fitting) < len(rows)
         del rows[len(fitting) :]
-        self.batch = _batch_of(tuple(fitting))
+        self.batch = batch_of(tuple(fitting))
         # The last token of a sequence is never computed.
         self._first_to_end = min((request.end - 1 - granted for request, granted in rows), default=0)
         capacity = self._kv.capacity
@@ -274,18 +274,3 @@ class Decoding:
 
 def _size(batch: DecodeRows) -> int:
     return len(batch.members)
-
-
-def _batch_of(requests: tuple[Request, ...]) -> BatchRows:
-    slots = tuple([request.slot for request in requests if request.slot is not None])
-    tenants = Counter(request.tenant for request in requests)
-    first_tokens = any(request.can_fork for request in requests)
-    sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
-    for row, request in enumerate(requests):
-        _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
-        request_ids.append(request.request_id)
-        rows.append(row)
-    if len(sinks) == 1:
-        ((sink, request_ids, _),) = sinks.values()
-        return BatchRows(requests, slots, [(sink, request_ids, None)], tenants, first_tokens)
-    return BatchRows(requests, slots, list(sinks.values()), tenants, first_tokens)

@@ -78,6 +78,7 @@ class Outputs:
         """
         is_its_own, alone = isinstance(error, InvalidArgument), len(step.requests) == 1
         for request in blame(step):
+            request.kv.cache_epoch = -1  # its keys and values are undefined: nothing more is indexed
             assert request.replica_id is not None
             if not is_its_own:
                 request.failed_on.add(request.replica_id)
@@ -100,6 +101,7 @@ class Outputs:
         request = self._slots.at(slot)
         if request is None:
             return
+        request.kv.cache_epoch = -1  # what it computed may be wrong: nothing more is indexed
         if isinstance(error, Unavailable) and error.param == "adapter_id" and request.adapter is not None:
             self._slots.adapters.lost(request.adapter.adapter_id, request.adapter_load)
             self._slots.release(request)
@@ -127,15 +129,19 @@ class Outputs:
             return
         if len(tokens) != count * rows:
             raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
+        live, places, num_ignored = batch, list(range(rows)), 0
         for start in range(0, len(tokens), rows):
             column = tokens[start : start + rows] if count > 1 else tokens
-            if step.ignored or batch.has_first_tokens:
+            if batch.has_first_tokens:
                 outputs = {
                     slot: SlotOutput(slot, (token,)) for slot, token in zip(work.slots, column, strict=True)
                 }
                 self._apply_rows(work, step, outputs, result)
-            else:
-                self._apply_column(batch, column)
+                continue
+            if len(step.ignored) != num_ignored:
+                (live, places), num_ignored = step.live_rows(), len(step.ignored)
+            if live.requests:
+                self._apply_column(live, [column[place] for place in places] if num_ignored else column)
 
     def _apply_rows(
         self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult

@@ -1,6 +1,6 @@
 """The changes that the next plan carries, and the plans that the worker has not answered in full."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -148,6 +148,22 @@ class BatchRows:
     """Whether a row may give the first token of its request, which takes the slower path of results."""
 
 
+def batch_of(requests: tuple[Request, ...]) -> BatchRows:
+    """Returns the rows of these requests, which have slots."""
+    slots = tuple([request.slot for request in requests if request.slot is not None])
+    tenants = Counter(request.tenant for request in requests)
+    first_tokens = any(request.can_fork for request in requests)
+    sinks: dict[int, tuple[Sink, list[str], list[int]]] = {}
+    for row, request in enumerate(requests):
+        _, request_ids, rows = sinks.setdefault(id(request.sink), (request.sink, [], []))
+        request_ids.append(request.request_id)
+        rows.append(row)
+    if len(sinks) == 1:
+        ((sink, request_ids, _),) = sinks.values()
+        return BatchRows(requests, slots, [(sink, request_ids, None)], tenants, first_tokens)
+    return BatchRows(requests, slots, list(sinks.values()), tenants, first_tokens)
+
+
 @dataclass(slots=True)
 class InFlight:
     """A plan that awaits its last result."""
@@ -161,6 +177,10 @@ class InFlight:
     """Clock reading when the worker could begin: when the plan was sent, or the plan before it answered."""
     batch: BatchRows | None = None
     """The rows of a step of decoding requests that are no suspects."""
+    paced: bool = False
+    """Whether its decode steps come between two chunks, so that no chunk ends them."""
+    answered: bool = False
+    """Whether it has its last result, which is being applied."""
     left: set[int] = field(default_factory=set)
     """Slots that were released since."""
     skipped: set[int] = field(default_factory=set)
@@ -186,6 +206,12 @@ class InFlight:
     def _requests_but(self, slots: set[int]) -> list[Request]:
         pairs = zip(slots_of(self.plan.work), self.requests, strict=True)
         return [request for slot, request in pairs if slot not in slots]
+
+    def live_rows(self) -> tuple[BatchRows, list[int]]:
+        """Returns the rows that are not ignored, and their places in the batch."""
+        ignored = self.ignored
+        places = [place for place, slot in enumerate(slots_of(self.plan.work)) if slot not in ignored]
+        return batch_of(tuple([self.requests[place] for place in places])), places
 
     @property
     def num_left(self) -> int:
@@ -216,13 +242,15 @@ class StepsInFlight:
 
     @property
     def decodes_on(self) -> bool:
-        """Whether the latest plan allows several decode steps, so that another one would wait for them."""
-        return bool(self._steps) and self._steps[-1].num_left > 1
+        """Whether the latest plan allows several decode steps that a chunk may end."""
+        return bool(self._steps) and self._steps[-1].num_left > 1 and not self._steps[-1].paced
 
     def granted(self) -> dict[Request, int]:
         """Returns the tokens that the plans may still compute for each request that has not left them."""
         granted: dict[Request, int] = {}
         for step in self._steps:
+            if step.answered:
+                continue
             work = step.plan.work
             tokens = work.num_tokens if isinstance(work, Prefill) else step.num_left
             for request in step.runs:
@@ -231,7 +259,7 @@ class StepsInFlight:
 
     def runs(self, request: Request) -> bool:
         """Whether the work of a plan includes the request, in the slot that it has."""
-        return any(request is one for step in self._steps for one in step.runs)
+        return any(request is one for step in self._steps if not step.answered for one in step.runs)
 
     def has_chunk_after(self, step: InFlight) -> bool:
         """Whether a chunk was sent after ``step``, the oldest plan."""

@@ -120,9 +120,11 @@ class ReplicaScheduler:
 
     def has_turn(self, request: Request) -> bool:
         """Whether a request's first chunk would be among the next to run."""
-        chunk = self.shapes.chunk
+        if not self._slots.prefilling:
+            return True
+        chunk, rest = self.shapes.chunk, len(request.token_ids) - self.cached_tokens(request)
         before = sum(
-            min(one.num_ungranted, chunk) for one in self._slots.prefilling if runs_before(one, request)
+            min(one.num_ungranted, chunk) for one in self._slots.prefilling if runs_before(one, request, rest)
         )
         return before < _CHUNKS_BOUND * chunk
 
@@ -248,27 +250,31 @@ class ReplicaScheduler:
         waits = len(self._in_flight) >= depth
         # Decode work of several steps can be ended for a chunk, or for a request that joins.
         interrupts = depth > 1 and self._in_flight.decodes_on
-        if waits and not interrupts:
+        if (waits and not interrupts) or len(self._in_flight) > depth:
             return None
         while True:
             preempted = self.stats.preemptions.total()
             plan = self._chunk(interrupts)
             if plan is None and not (waits and not self._decoding.has_joined):
                 plan = self._trial() or self._decode(interrupts and self._decoding.has_joined)
+            if plan is None and not waits:
+                plan = self._chunk(interrupts, is_due=True)  # no row can decode now
             if plan is not None:
                 return plan
             if self.stats.preemptions.total() == preempted:
                 break  # else the request was preempted itself: there may be other work
         if not self._in_flight and (self.kv.copies or self._changes.releases):
             return self._send(None, ())
+        if interrupts and not any(step.here for step in self._in_flight):
+            return self._send(None, (), interrupts=True)  # nobody needs the steps that are left
         return None
 
     @property
     def _last_is_suspect(self) -> bool:
         return any(one.suspect for step in self._in_flight for one in step.requests[:1])
 
-    def _chunk(self, interrupts: bool) -> StepPlan | None:
-        """Returns a plan with a chunk, if it is a chunk's turn and there is room."""
+    def _chunk(self, interrupts: bool, *, is_due: bool = False) -> StepPlan | None:
+        """Returns a plan with a chunk, if it is a chunk's turn, or is due anyway, and there is room."""
         request = next_to_prefill(self._may_prefill(), self._turns.chunks)
         if request is None:
             return None
@@ -277,8 +283,12 @@ class ReplicaScheduler:
         tokens = min(bucket, request.num_ungranted)
         chunk_s = self.stats.times.of_bucket(bucket)
         rest_s = chunk_s * -(-request.num_ungranted // tokens)
-        if self._decoding and not self._turns.prefill_due(
-            request, self._clock(), chunk_s=chunk_s, rest_s=rest_s, step_s=step_s
+        if (
+            self._decoding
+            and not is_due
+            and not self._turns.prefill_due(
+                request, self._clock(), chunk_s=chunk_s, rest_s=rest_s, step_s=step_s
+            )
         ):
             return None
         start, end = request.granted, request.granted + tokens
@@ -339,7 +349,10 @@ class ReplicaScheduler:
         work = Decode(batch.slots, bucket_for(len(batch.slots), buckets), steps, per_result)
         self._turns.sent_steps(steps * self._stages_per_batch)
         context = rows.context_tokens
-        return self._send(work, batch.requests, batch, interrupts=interrupts, context_tokens=context)
+        return self._send(
+            work, batch.requests, batch, interrupts=interrupts, context_tokens=context,
+            paced=bool(self._slots.prefilling),
+        )  # fmt: skip
 
     def _most_steps(self) -> int:
         """Returns how many decode steps may run in a row: until other work has its turn."""
@@ -356,7 +369,7 @@ class ReplicaScheduler:
 
     def _send(
         self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
-        interrupts: bool = False, context_tokens: int = 0,
+        interrupts: bool = False, context_tokens: int = 0, paced: bool = False,
     ) -> StepPlan:  # fmt: skip
         """Returns the plan with this work and everything that comes before it."""
         copies = self.kv.copies.take()
@@ -364,7 +377,7 @@ class ReplicaScheduler:
         plan = self._changes.build(
             work, requests, copies, interrupts=interrupts, context_tokens=context_tokens
         )
-        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), batch))
+        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), batch, paced))
         return plan
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
@@ -411,6 +424,7 @@ class ReplicaScheduler:
         """
         step = self._in_flight.match(result)
         first, last = step.num_steps == result.num_steps, result.last or result.error is not None
+        step.answered = last
         self._outputs.apply(step, result, first=first)
         if last:
             if missing := step.num_left:

@@ -144,6 +144,11 @@ class Deadline:
         self._set_s = 0.0
         self._end_s = math.inf
 
+    def extend(self, budget_s: float) -> None:
+        """Lets the answer that is expected take at least `budget_s` seconds."""
+        if budget_s > self.budget_s and self._end_s != math.inf:
+            self.budget_s, self._end_s = budget_s, self._set_s + budget_s
+
     def set(self, budget_s: float) -> None:
         """Expects an answer within `budget_s` seconds from now."""
         self.budget_s, self._set_s = budget_s, self._loop.time()

@@ -151,8 +151,7 @@ class StepLoop:
             try:
                 self._send_all(call, scheduler)
             except Exception as error:  # noqa: BLE001 - it ends this loop, as it would without a wake
-                self._failure = error
-                call.cancel()
+                self._fail(call, error)
 
         try:
             while not (self._leaving and not self._sent):
@@ -166,8 +165,8 @@ class StepLoop:
                 finally:
                     self._send_more = None
             raise Left("the worker leaves")
-        except asyncio.CancelledError:
-            # A cancelled call raises the same as a cancelled task.
+        except (asyncio.CancelledError, StreamLost):
+            # A cancelled call raises the same as a cancelled task, or has ended.
             if self._failure is None:
                 raise
             raise self._failure from None
@@ -182,9 +181,11 @@ class StepLoop:
         """Gives waiting requests to replicas, and sends the plans that the worker should have by now."""
         self._work.set()  # a wake meanwhile changes nothing
         self._dispatch()
-        while not self._leaving and (plan := scheduler.next_plan()) is not None:
+        while not (self._leaving or call.done()) and (plan := scheduler.next_plan()) is not None:
             usual = self._budgets.of(plan)
-            if not self._sent:
+            if self._sent:
+                self._deadline.extend(usual.budget_s)
+            else:
                 self._deadline.set(usual.budget_s)
             self._sent.append((plan, usual))
             self._writing = asyncio.ensure_future(self._write_after(self._writing, call, plan))
@@ -193,7 +194,10 @@ class StepLoop:
     async def _write_after(self, earlier: asyncio.Future[None] | None, call: "_Call", plan: StepPlan) -> None:
         if earlier is not None:
             await earlier  # a call takes one write at a time
-        await self._write(call, plan)
+        try:
+            await self._write(call, plan)
+        except Exception as error:  # noqa: BLE001 - nobody awaits the last write
+            self._fail(call, error)
 
     async def _write(self, call: "_Call", plan: StepPlan) -> None:
         if any(len(new.token_ids) > LONG_PROMPT for new in plan.admit):
@@ -218,7 +222,7 @@ class StepLoop:
         if result.num_steps:
             # A result may have lain here for a while, so the time of the worker counts, too.
             usual.observe(max(seconds, result.execute_us * 1e-6) / result.num_steps)
-        if result.last:
+        if result.last or result.error is not None:
             self._sent.popleft()
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
@@ -255,6 +259,11 @@ class StepLoop:
                     await self._work.wait()
         if call.done():
             raise await _end_of(call)
+
+    def _fail(self, call: "_Call", error: Exception) -> None:
+        """Ends the call, and :meth:`run` with this error unless it has another already."""
+        self._failure = self._failure or error
+        call.cancel()
 
     def _give_up(self, call: "_Call") -> None:
         """Ends the call of a worker that hangs."""

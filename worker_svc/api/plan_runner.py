@@ -201,11 +201,12 @@ class PlanRunner:
         for output in outputs:
             if output.error is not None:
                 run.tenancies[output.slot].is_dead = True
+        alive = not run.dead().issuperset(live)
         # A step that runs ahead goes on while a slot lives: the next one may have been launched already.
         one_each = all(len(one.token_ids) == 1 for one in outputs) and len(outputs) == len(live)
         self._give(run, StepResult(
             run.plan.step, outputs=[*launched.refused, *outputs],
-            last=not (goes_on and live and (one_each or step.runs_ahead)),
+            last=not (goes_on and alive and (one_each or step.runs_ahead)),
             num_steps=int(len(live) > 0), execute_us=execute_us,
         ))  # fmt: skip
 

@@ -191,6 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                                  num_streams=streams, max_worker_losses=losses, depth=depth, most_plans=plans, lag=lag,
                                  dispatches=dispatches, chunk_starts=starts, finest_hit=finest, adapter_slots=data.draw(st.sampled_from(self.adapter_slots)))  # fmt: skip
         self.jump = self.rig.device.jump = jump
+        self.rig.sent = self.check_plans_in_flight
         self.losses = losses
         # Requests that kill the device or fail its steps: what it may not do for them, and from how many
         # computed tokens on.
@@ -246,6 +247,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.draw_and_abort(data)
+
+    def check_plans_in_flight(self) -> None:
+        """The worker has `depth` plans at most, and one that ends the steps of the last of them."""
+        depth = self.rig.depth or self.rig.shapes.stages + 1
+        assert len(self.rig.scheduler._in_flight) <= depth + 1
 
     def draw_and_abort(self, data: st.DataObject) -> None:
         """Aborts a whole request or one of its sequences."""
