@@ -129,6 +129,48 @@ def test_decode_steps_before_a_chunk_share_a_plan() -> None:
     assert steps_of([plan for _ in range(5) for plan in rig.step()])[-2:] == [3, 3]
 
 
+def test_the_steps_between_two_chunks_are_not_interrupted() -> None:
+    """The second chunk is sent after them, so as many run as the setting says."""
+    rig = replica(decode_steps_per_chunk=3)
+    decoding(rig, 40)
+    rig.submit(make_submission(range(3, 3 + 3 * CHUNK), request_id="b", max_tokens=2))
+    sent = [planned(rig)]
+    while rig.scheduler.prefill_backlog:
+        while (plan := rig.scheduler.next_plan()) is not None:
+            sent.append(plan)
+        plan = sent.pop(0)
+        steps = plan.work.steps if isinstance(plan.work, Decode) else 1
+        answer(rig, plan, steps)
+        chunks = [later for later in sent if isinstance(later.work, Prefill)]
+        assert not any(chunk.interrupts for chunk in chunks)
+    assert rig.scheduler.stats.chunk_tokens.counts
+
+
+def test_chunks_follow_one_another_where_no_row_can_decode() -> None:
+    """Requests of a single token never decode, so no step is due between their chunks."""
+    rig = replica()
+    for index in range(3):
+        rig.submit(make_submission([5 + index] * 4, request_id=f"r{index}", max_tokens=1))
+    assert [isinstance(planned(rig).work, Prefill) for _ in range(2)] == [True, True]
+
+
+def test_a_row_that_ends_in_a_result_of_several_steps_leaves_the_others_their_columns() -> None:
+    """What the worker computed for it meanwhile is dropped."""
+    rig = replica()
+    decoding(rig, 30, 30)
+    plan = planned(rig)
+    assert isinstance(plan.work, Decode)
+    first, second = (rig.scheduler._slots.at(slot) for slot in plan.work.slots)
+    assert first is not None
+    assert second is not None
+    held = list(second.token_ids)
+    rows = [9, 19, EOS, 29, 11, 39]
+    rig.scheduler.update(StepResult(plan.step, rows, num_steps=3, last=False))
+    assert first.slot is None
+    assert first.token_ids[-2:] == [9, EOS]
+    assert second.token_ids == [*held, 19, 29, 39]
+
+
 # ---- several plans in flight ----
 
 
