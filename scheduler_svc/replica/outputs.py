@@ -129,7 +129,7 @@ class Outputs:
             return
         if len(tokens) != count * rows:
             raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
-        live, places, num_ignored = batch, list(range(rows)), 0
+        live, places, num_ignored = batch, list[int](), 0
         for start in range(0, len(tokens), rows):
             column = tokens[start : start + rows] if count > 1 else tokens
             if batch.has_first_tokens:

@@ -244,24 +244,25 @@ class ReplicaScheduler:
         Returns:
             The plan; None if the worker has enough plans, or there is nothing to do.
         """
-        if self._draining or (self._last_is_suspect and self._in_flight):
+        out, slots = len(self._in_flight), self._slots
+        if self._draining or (out and self._last_is_suspect):
             return None
-        depth = 1 if self._slots.has_suspects else self._depth
-        waits = len(self._in_flight) >= depth
+        depth = 1 if slots.has_suspects else self._depth
+        waits = out >= depth
         # Decode work of several steps can be ended for a chunk, or for a request that joins.
         interrupts = depth > 1 and self._in_flight.decodes_on
-        if (waits and not interrupts) or len(self._in_flight) > depth:
+        if (waits and not interrupts) or out > depth:
             return None
         while True:
-            preempted = self.stats.preemptions.total()
-            plan = self._chunk(interrupts)
+            preempted = self.stats.num_preempted
+            plan = self._chunk(interrupts) if slots.prefilling else None
             if plan is None and not (waits and not self._decoding.has_joined):
                 plan = self._trial() or self._decode(interrupts and self._decoding.has_joined)
-            if plan is None and not waits:
+            if plan is None and not waits and slots.prefilling:
                 plan = self._chunk(interrupts, is_due=True)  # no row can decode now
             if plan is not None:
                 return plan
-            if self.stats.preemptions.total() == preempted:
+            if self.stats.num_preempted == preempted:
                 break  # else the request was preempted itself: there may be other work
         if not self._in_flight and (self.kv.copies or self._changes.releases):
             return self._send(None, ())

@@ -261,6 +261,7 @@ class Slots:
     def preempt(self, request: Request, reason: str) -> None:
         """Takes a request off its slot and lets it wait again."""
         self._stats.preemptions[reason] += 1
+        self._stats.num_preempted += 1
         request.delivery.num_preemptions += 1
         self.release(request)
         self._owner.requeue(request)

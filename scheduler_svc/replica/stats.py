@@ -100,6 +100,8 @@ class SchedulerStats:
     """Decode steps by bucket."""
     preemptions: Counter[str] = field(default_factory=Counter)
     """Preempted requests by reason: "memory", "priority" or "fault"."""
+    num_preempted: int = 0
+    """Their sum."""
     deferred: int = 0
     """Requests that waited for a prefix that another request computed."""
     not_finite: int = 0
