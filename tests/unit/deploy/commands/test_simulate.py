@@ -89,6 +89,7 @@ def test_made_requests_share_what_their_kind_shares(kind: str, tmp_path: Path) -
     [
         ([], "give --step-times a file or one of "),
         (["--step-times", "none"], "--step-times none: No such file or directory; name a file or one of "),
+        (["--step-times", "../profiles/h100-8b"], "No such file or directory"),
         (["--step-times", "{}"], "steps take no time"),
         (["--step-times", '{"base": 1}'], "base: Extra inputs are not permitted"),
         (["--step-times", "h100-8b"], "give --trace a file, or --generate one of random, "),
