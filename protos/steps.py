@@ -133,7 +133,7 @@ Work = Prefill | Decode | Pool
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a worker does next, in its order of application: release, copy, place, admit, grow, the work.
+    """What a worker does next, in its order of application: release, copy, admit, grow, the work.
 
     Valid whatever became of the plans before it: a slot whose admission was refused, or whose step failed, is
     dead until it is released, and what names it is skipped for that slot alone.

@@ -329,7 +329,7 @@ def _losses(losses: Losses) -> Iterator[Metric]:
     yield workers
     stalls = CounterMetricFamily(
         "triptych:stalled_replicas",
-        "Times that a replica computed nothing while requests ran, by kind: void, empty or no plans.",
+        "Times that a replica computed nothing while requests ran, by kind: empty or unplanned.",
         labels=("reason",),
     )
     for stall in Stall:

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0; 1 if the scheduler left requests over; 2 for a bad flag, setting or file."""
     options, rest = _parser().parse_known_args(argv)
     try:
-        load(SimulatedSettings, rest)  # before a long run, and for --help-all
+        _settings(rest)  # before a long run, and for --help-all
         configure("simulate", level="error", log_format="console")
         times = _step_times(options)
         if times is None:
@@ -49,16 +49,16 @@ def main(argv: list[str]) -> int:
         return 2 if isinstance(error, ConfigurationRefused) else 1
     print(_table(results))
     curves = {
-        ", ".join(filter(None, [_named(result), tenant])): times
+        ", ".join(filter(None, [_named(result), _curve(tenant)])): times
         for result in results
         for tenant, times in result.pop("curves").items()
     }
     try:
         if options.svg:
-            options.svg.write_text(svg(curves))
+            options.svg.write_text(svg(curves), encoding="utf-8")
         if options.json:
             result = {"sweep": results} if options.sweep else results[0]
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+            options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         print(f"triptych simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
@@ -146,7 +146,7 @@ def _add_answer(answer: argparse._ArgumentGroup) -> None:
         )
     answer.add_argument(
         "--sweep", action="append", type=_sweep, default=[], metavar="FLAG=A,B,C",
-        help="compare values of a setting or of replicas; several sweeps are combined",
+        help="compare values of a setting or of replicas, lists separated by ';'; several sweeps are combined",
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _duration(text: str) -> float:
 
 def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
     name, equals, values = text.removeprefix("--").partition("=")
-    if not equals or not all(parts := values.split(",")):
+    if not equals or not all(parts := values.split(";" if ";" in values else ",")):
         raise argparse.ArgumentTypeError(
             f"must be a flag and its values, such as max-num-seqs=32,64, not {text!r}"
         )
@@ -200,15 +200,34 @@ def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
 def _step_times(options: argparse.Namespace) -> StepTimes | None:
     """Returns the step times; None if they were learned into a file and there is nothing to simulate."""
     if options.learn:
+        has_requests = bool(options.trace or options.generate)
+        _check_learn(options, has_requests=has_requests)
         times = learn(options.learn)
         if options.step_times:
             times.write(Path(options.step_times))
-        return times if options.trace or options.generate else None
+            print(f"step times are in {options.step_times}")
+        return times if has_requests else None
     if not options.step_times:
         raise ConfigurationRefused(
             f"give --step-times a file or one of {', '.join(profiles())}, or --learn the URL of a running gateway"
         )
     return StepTimes.read(options.step_times)
+
+
+def _check_learn(options: argparse.Namespace, *, has_requests: bool) -> None:
+    if options.step_times in profiles():
+        raise ConfigurationRefused(
+            f"--step-times {options.step_times} is a profile of Triptych; save what --learn finds in a file"
+        )
+    if has_requests:
+        return
+    if not options.step_times:
+        raise ConfigurationRefused(
+            "--learn needs --step-times FILE to save to, or requests to simulate: --trace or --generate"
+        )
+    for name in ("find", "sweep", "json", "svg"):
+        if getattr(options, name):
+            raise ConfigurationRefused(f"--{name} needs requests: --trace or --generate")
 
 
 def _requests(options: argparse.Namespace) -> list[SimulatedRequest]:
@@ -224,7 +243,7 @@ def _requests(options: argparse.Namespace) -> list[SimulatedRequest]:
         )
     if options.trace is None:
         raise ConfigurationRefused(f"give --trace a file, or --generate one of {', '.join(KINDS)}")
-    return read_trace(options.trace)[: options.requests]
+    return read_trace(options.trace, options.requests)
 
 
 # ---- runs ----
@@ -246,7 +265,7 @@ def _run(
     """Returns the figures of one combination; a sweep's begin with its settings, a search's with the rate."""
     flags = [f"--{name}={value}" for name, value in varied.items() if name != "replicas"]
     blocks = [f"--num-blocks={options.blocks}"] if options.blocks else []
-    settings = load(SimulatedSettings, [*rest, *blocks, *flags])
+    settings = _settings([*rest, *blocks, *flags])
     replicas = _checked_replicas(varied["replicas"]) if "replicas" in varied else options.replicas
 
     def run(asked: Sequence[SimulatedRequest]) -> dict[str, Any]:
@@ -266,6 +285,15 @@ def _run(
         raise ConfigurationRefused("--find rate needs a limit, such as --ttft-p99 1s")
     rate, figures = find_rate(requests, run, limits, _show_try)
     return found | {"rate": rate} | figures
+
+
+def _settings(flags: Sequence[str]) -> SimulatedSettings:
+    settings = load(SimulatedSettings, flags)
+    for name in ("queue_timeout_s", "token_timeout_s"):
+        if getattr(settings, name) != SimulatedSettings.model_fields[name].default:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigurationRefused(f"{flag}: no simulated request times out; leave {flag} out")
+    return settings
 
 
 def _checked_replicas(text: str) -> int:
@@ -311,6 +339,13 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 def _named(result: Mapping[str, Any]) -> str:
     """Returns the swept settings of a result as text; empty without a sweep."""
     return ", ".join(f"{flag} {value}" for flag, value in result.get("settings", {}).items())
+
+
+def _curve(tenant: str | None) -> str:
+    """Returns the name of a tenant's curve; None is all of them together."""
+    if tenant is None:
+        return "all"
+    return f"tenant {tenant}" if tenant else "no tenant"
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:

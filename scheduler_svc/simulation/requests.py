@@ -60,7 +60,7 @@ def retimed(requests: Iterable[SimulatedRequest], time: Callable[[float], float]
 class PromptMaker:
     """Makes token ids that are equal exactly where prompts share pieces.
 
-    A piece begins with a token of its own; the tokens behind it are all the same, which costs little. Prefix
+    A piece begins with a token of its own; all tokens after it are the same, which costs little. Prefix
     keys are chained, so two prompts differ from their first differing piece on.
     """
 

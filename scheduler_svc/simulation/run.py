@@ -223,7 +223,7 @@ class Simulation:
             "kv_uncomputed_share": self._uncomputed / self._allocated if self._allocated else 0.0,
             "utilization": sum(one.busy_s for one in workers) / (span_s * len(workers)) if span_s else 0.0,
             "padding_share": padded / (computed + padded) if computed else 0.0,
-            "curves": {"all": total.curves(), **{name: measures.tenants[name].curves() for name in names}},
+            "curves": {None: total.curves(), **{name: measures.tenants[name].curves() for name in names}},
             "tenants": {name: tally.figures(span_s) for name, tally in sorted(measures.tenants.items())},
         }
 

@@ -1,21 +1,26 @@
 """How long a worker's steps take: a formula, or a table of measured graphs."""
 
 import json
+import re
 import urllib.request
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.client import HTTPException
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protos.errors import ConfigurationRefused
 from scheduler_svc.kv.cache import ChunkStarts
+
+_MOST_METRICS: Final = 16 << 20
+"""Bytes: metrics of hundreds of replicas."""
 
 _Table = dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 
@@ -58,10 +63,9 @@ class StepTimes(BaseModel):
         Raises:
             ConfigurationRefused: there is no such file or profile, or it holds no step times.
         """
-        path = Path(source)
         profile = files(__package__) / "profiles" / f"{source}.json"
         try:
-            text = profile.read_text() if profile.is_file() else path.read_text()
+            text = (profile if source in profiles() else Path(source)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigurationRefused(
@@ -88,7 +92,9 @@ class StepTimes(BaseModel):
             ConfigurationRefused: it cannot be written.
         """
         try:
-            path.write_text(json.dumps(self.model_dump(exclude_defaults=True), indent=2) + "\n")
+            path.write_text(
+                json.dumps(self.model_dump(exclude_defaults=True), indent=2) + "\n", encoding="utf-8"
+            )
         except OSError as error:
             raise ConfigurationRefused(f"--step-times {path}: {error.strerror}") from error
 
@@ -141,13 +147,28 @@ class ObservedSteps:
         Raises:
             ConfigurationRefused: there are no metrics of a stack at the address.
         """
+        if not re.match("https?://", url, re.IGNORECASE):
+            raise ConfigurationRefused(f"--learn {url}: must be a URL such as http://127.0.0.1:8000")
         address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
         try:
-            with urllib.request.urlopen(address, timeout=10) as answer:  # noqa: S310 - the user's own address
-                families = list(text_string_to_metric_families(answer.read().decode()))
+            with urllib.request.urlopen(address, timeout=10) as answer:  # noqa: S310 - only HTTP
+                text = answer.read(_MOST_METRICS + 1)
+        except HTTPException as error:
+            raise ConfigurationRefused(
+                f"--learn {url}: no valid HTTP answer ({type(error).__name__})"
+            ) from error
         except (OSError, ValueError) as error:
             raise ConfigurationRefused(f"--learn {url}: {getattr(error, 'reason', error)}") from error
-        samples = [sample for family in families for sample in family.samples]
+        if len(text) > _MOST_METRICS:
+            raise ConfigurationRefused(f"--learn {url}: more than {_MOST_METRICS >> 20} MiB of metrics")
+        try:
+            return cls._parsed(url, text.decode())
+        except (LookupError, ValueError) as error:
+            raise ConfigurationRefused(f"--learn {url}: its /metrics are not those of Triptych") from error
+
+    @classmethod
+    def _parsed(cls, url: str, text: str) -> Self:
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
         counts: defaultdict[tuple[str, int], float] = defaultdict(float)
         sums = {"triptych:step_seconds_sum": seconds, "triptych:step_seconds_count": counts}
@@ -155,7 +176,7 @@ class ObservedSteps:
         if memory is None:
             raise ConfigurationRefused(f"--learn {url}: no replica of a generating model is ready there")
         for sample in samples:
-            if sample.name in sums and sample.labels["kind"] != "pool":
+            if sample.name in sums and sample.labels["kind"] in ("prefill", "decode"):
                 sums[sample.name][sample.labels["kind"], int(sample.labels["bucket"])] += sample.value
         return cls(seconds, counts, int(memory["block_size"]), int(memory["num_gpu_blocks"]))
 
@@ -181,6 +202,15 @@ def learn(url: str, *, since: ObservedSteps | None = None) -> StepTimes:
         raise ConfigurationRefused(
             f"--learn {url}: no step has run yet; send it requests like those to simulate, and try again"
         )
+    try:
+        return _learned(url, steps, tables)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationRefused(f"--learn {url}: {where}: {first['msg']}") from error
+
+
+def _learned(url: str, steps: ObservedSteps, tables: Mapping[str, dict[int, float]]) -> StepTimes:
     return StepTimes(
         chunk_s=tables["prefill"], decode_s=tables["decode"],
         max_num_seqs=max(size for kind, size in steps.counts if kind == "decode"),

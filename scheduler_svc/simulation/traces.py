@@ -1,8 +1,10 @@
 """Reads traces: our JSONL, Mooncake's JSONL, and the CSV files of Azure and BurstGPT."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -14,7 +16,10 @@ from scheduler_svc.simulation.requests import FIRST_UNIQUE, SimulatedRequest, re
 _MOONCAKE_BLOCK: Final = 512
 """Tokens for each of Mooncake's hash ids."""
 
-_Count = Annotated[int, Field(ge=1)]
+_MOST_TOKENS: Final = 1 << 24
+"""Of a prompt or an answer: more than any model's context."""
+
+_Count = Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
 
 
 class _Line(BaseModel):
@@ -55,7 +60,7 @@ class _Line(BaseModel):
 class _MooncakeLine(BaseModel):
     """A line of a Mooncake trace; times are milliseconds."""
 
-    timestamp: float = Field(ge=0)
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
     input_length: _Count
     output_length: _Count
     hash_ids: list[int] = []
@@ -71,21 +76,27 @@ class _MooncakeLine(BaseModel):
         return SimulatedRequest(self.timestamp * 1e-3, self.input_length, self.output_length, tuple(prefix))
 
 
-def read_trace(path: Path) -> list[SimulatedRequest]:
-    """Returns the requests of a trace in the order of their arrival; the first one arrives at 0.
+def read_trace(path: Path, most: int | None = None) -> list[SimulatedRequest]:
+    """Returns the first requests of a trace in the order of their arrival; the first one arrives at 0.
 
     The names of the first line's fields or columns tell the format. Rows of CSV files without a prompt or
     an answer, which are failed requests, are left out.
+
+    Args:
+        path: the file.
+        most: requests to read; None: all.
 
     Raises:
         ConfigurationRefused: the file cannot be read; the message names the line.
     """
     try:
-        with path.open(newline="") as file:
-            requests = list(_read(path, file))
+        with path.open(newline="", encoding="utf-8") as file:
+            requests = list(islice(_read(path, file), most))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ConfigurationRefused(f"--trace {path}: {reason}") from error
+    except csv.Error as error:
+        raise ConfigurationRefused(f"--trace {path}: not a CSV file: {error}") from error
     if not requests:
         raise ConfigurationRefused(f"--trace {path}: no requests")
     start_s = min(one.arrival_s for one in split_turns(requests)[0])
@@ -111,9 +122,9 @@ def _read(path: Path, file: Iterable[str]) -> Iterator[SimulatedRequest]:
         raise ConfigurationRefused(
             f"--trace {path}: neither JSON lines nor a CSV file with known columns ({known})"
         )
-    for row in csv.DictReader((line for _, line in lines), columns):
-        number += 1
-        request = _parsed(path, number, lambda: read(row))  # noqa: B023
+    rows = csv.DictReader((line for _, line in lines), columns)
+    for row in rows:
+        request = _parsed(path, number + rows.line_num, lambda: read(row))  # noqa: B023
         if request.prompt_tokens and request.output_tokens:
             yield request
 
@@ -132,7 +143,7 @@ def _parsed(path: Path, number: int, read: Callable[[], SimulatedRequest]) -> Si
 
 def _azure(row: Mapping[str, Any]) -> SimulatedRequest:
     """Reads a row of the Azure LLM inference traces of 2023 and 2024."""
-    time = datetime.fromisoformat(row["TIMESTAMP"])
+    time = datetime.fromisoformat(row["TIMESTAMP"] or "")
     if time.tzinfo is None:
         time = time.replace(tzinfo=UTC)
     return SimulatedRequest(time.timestamp(), _whole(row, "ContextTokens"), _whole(row, "GeneratedTokens"))
@@ -141,16 +152,27 @@ def _azure(row: Mapping[str, Any]) -> SimulatedRequest:
 def _burst_gpt(row: Mapping[str, Any]) -> SimulatedRequest:
     """Reads a row of BurstGPT; each model is a tenant."""
     return SimulatedRequest(
-        float(row["Timestamp"]), _whole(row, "Request tokens"), _whole(row, "Response tokens"),
-        tenant=row["Model"],
+        _seconds(row, "Timestamp"), _whole(row, "Request tokens"), _whole(row, "Response tokens"),
+        tenant=row["Model"] or "",
     )  # fmt: skip
 
 
 def _whole(row: Mapping[str, Any], column: str) -> int:
-    text = row[column] or ""
-    if not text.strip().isdecimal():
-        raise ValueError(f"{column}: must be a whole number, not {text!r}")
+    text = (row[column] or "").strip()
+    if not text.isdecimal() or len(text) > len(str(_MOST_TOKENS)) or int(text) > _MOST_TOKENS:
+        raise ValueError(f"{column}: must be a whole number up to {_MOST_TOKENS}, not {text[:20]!r}")
     return int(text)
+
+
+def _seconds(row: Mapping[str, Any], column: str) -> float:
+    text = row[column] or ""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{column}: must be a number of seconds from 0, not {text[:20]!r}")
+    return seconds
 
 
 _TABLES: Final = (

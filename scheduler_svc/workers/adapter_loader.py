@@ -14,15 +14,15 @@ from scheduler_svc.adapters.registry import Adapter, LoadAnswer, LoadedAdapter
 # A large adapter from a slow disk or a hub; a rank that is lost ends the calls at once.
 LOAD_TIMEOUT_S = 300.0
 
-# Loads of a replica at the same time. Each takes a thread of every rank and, while its layers are converted,
-# processor time that steps need, too.
+# Loads of a replica at the same time. Each takes a thread of every rank. While its layers are converted, it
+# also takes processor time from steps.
 MAX_LOADS = 4
 
 
 class AdapterLoader:
     """The LoadAdapter calls of one replica, each to all ranks at once, and the UnloadAdapter calls of rank 0.
 
-    `MAX_LOADS` loads run beside each other, so one slow download or disk delays no other adapter.
+    Up to `MAX_LOADS` loads run at the same time, so one slow download or disk delays no other adapter.
     """
 
     def __init__(self, stubs: "Sequence[worker_pb2_grpc.WorkerAsyncStub]", log: FilteringBoundLogger) -> None:

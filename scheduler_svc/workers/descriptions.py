@@ -72,7 +72,7 @@ class WorkerDescription:
     max_lease_steps: int
     """Decode steps that one plan may allow."""
     packs_texts: bool
-    """Whether a pooling step may hold texts of any length beside each other."""
+    """Whether a pooling step may hold several texts, each of any length."""
     max_logprobs: int
     """Most log-probabilities per token."""
     sampling_fields: frozenset[str]

@@ -34,9 +34,9 @@ class ProgressWatch:
     """Watches one replica.
 
     Only results count, so a step that takes long is no stall; its time limit is another matter. Results of
-    plans that were sent before the first of a series do not count: on a pipeline, one failed chunk makes
-    several plans void. The first stall in a row makes the replica start over, and the second one costs it its
-    registration.
+    plans that were sent before the first of a series do not count: on a pipeline, one failed chunk leaves
+    several plans without work. The first stall in a row makes the replica start over, and the second one
+    costs it its registration.
     """
 
     def __init__(

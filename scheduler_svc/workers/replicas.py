@@ -133,7 +133,8 @@ class GeneratingReplicas:
         shapes = shapes_for(self._settings, description)
         shapes.check(description.limits, description.groups)
         if not description.prefill_buckets:
-            warn_of_ignored(self._settings, ("prefill_buckets",), "this device runs chunks of one size")
+            names = [name for name in Settings.groups[Group.BATCHING] if name.startswith("prefill_bucket")]
+            warn_of_ignored(self._settings, names, "the worker runs prefill chunks of one size")
         if shapes.max_num_seqs % shapes.stages:
             self._log.warning(
                 "slots_left_over", replica=replica_id, max_num_seqs=shapes.max_num_seqs, pipeline_stages=shapes.stages,

@@ -179,7 +179,7 @@ class Leader:
             self._engine.reset()
 
     def unload(self, adapter_id: int) -> None:
-        """Announces that an adapter leaves the host; the other ranks free it behind the plans before."""
+        """Announces that an adapter leaves the host; the other ranks free it after the plans before."""
         with self._together:
             self._announce(_UNLOAD, adapter_id.to_bytes(_ID_BYTES, "little"))
 

@@ -16,6 +16,7 @@ Sampling adds its workspace and its parameter tables, which have a row per slot.
 although they are allocated when the first request needs them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -149,7 +150,8 @@ class MemoryBudget:
                 # The setting is one number for all groups.
                 setting = f"--num-blocks {left // sum(sizes)} would"
             else:
-                setting = f"--kv-memory {left * 100 // _GIB / 100:g} would"
+                parts = 100 if left * 100 >= _GIB else 10**6  # never 0
+                setting = f"--kv-memory {left * parts // _GIB / parts:g} would"
             if left // sum(sizes) <= shapes.table_width:
                 setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
@@ -179,7 +181,7 @@ class MemoryBudget:
         """Names the setting that would make graphs fit."""
 
         def chunk(count: int) -> ShapeConfig:
-            scaled = tuple(size * count // shapes.chunk for size in shapes.chunk_sizes)
+            scaled = tuple(max(1, size * count // shapes.chunk) for size in shapes.chunk_sizes)
             return replace(shapes, chunk=count, prefill_buckets=scaled)
 
         def seqs(count: int) -> ShapeConfig:
@@ -195,8 +197,14 @@ class MemoryBudget:
             ways.reverse()
         for flag, count, changed in ways:
             for halvings in range(1, count.bit_length()):
-                if self._working(changed(count >> halvings)) < free:
-                    return f"{flag} {count >> halvings} would fit"
+                fewer = count >> halvings
+                if changed is chunk:  # chunks line up with blocks
+                    block = shapes.block_size
+                    fewer = fewer - fewer % block if fewer > block else math.gcd(fewer, block)
+                if self._working(changed(fewer)) < free:
+                    # A manual list of buckets ends with the setting.
+                    buckets = "--prefill-buckets" if changed is chunk else "--decode-buckets"
+                    return f"{flag} {fewer} would fit, with {buckets} up to it if they are set"
         return "use a smaller model or a device with more memory"
 
 

@@ -302,7 +302,7 @@ class Worker:
         return displaced
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Frees an adapter on the host of this rank, and on the others' behind the plans before."""
+        """Frees an adapter on this rank's host, and on the others' once earlier plans have run there."""
         if self._leader is not None:
             self._leader.unload(adapter_id)
         self._unload(adapter_id)

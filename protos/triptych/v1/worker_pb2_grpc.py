@@ -128,8 +128,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
-        Several plans may be in flight.
+        """Runs plans in order. Results come in the same order: one for each plan, or for each
+        `Decode.steps_per_result` steps of it. Several plans may be in flight.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

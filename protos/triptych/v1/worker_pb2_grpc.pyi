@@ -68,8 +68,8 @@ class WorkerStub:
     An unknown id changes nothing.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
-    """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
-    Several plans may be in flight.
+    """Runs plans in order. Results come in the same order: one for each plan, or for each
+    `Decode.steps_per_result` steps of it. Several plans may be in flight.
     """
 
 @_typing.type_check_only
@@ -102,8 +102,8 @@ class WorkerAsyncStub(WorkerStub):
     An unknown id changes nothing.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
-    """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
-    Several plans may be in flight.
+    """Runs plans in order. Results come in the same order: one for each plan, or for each
+    `Decode.steps_per_result` steps of it. Several plans may be in flight.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -175,8 +175,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.StepPlan],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResult], _abc.AsyncIterator[_worker_pb2.StepResult]]:
-        """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
-        Several plans may be in flight.
+        """Runs plans in order. Results come in the same order: one for each plan, or for each
+        `Decode.steps_per_result` steps of it. Several plans may be in flight.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

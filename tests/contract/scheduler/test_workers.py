@@ -103,11 +103,12 @@ async def test_shapes_of_pooling_models_have_no_effect_on_a_generating_model(
 
 @pytest.mark.parametrize("several", [True, False])
 async def test_chunks_run_in_buckets_that_the_worker_announces(several: bool) -> None:
-    """Without the announcement the worker is configured with one size, and the log names the setting."""
+    """Without the announcement the worker is configured with one size, and the log names the settings."""
     worker = FakeWorker(default_chunk=16, default_block_size=16, prefill_buckets=several)
     prompt = list(range(5, 24))
     with capture_logs() as logs:
-        async with run_scheduler(Settings(prefill_buckets=(4, 16))) as scheduler, joined(scheduler, worker):
+        settings = Settings(prefill_buckets=(4, 16), prefill_bucket_step=3)
+        async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
             assert await tokens_of(scheduler, generate_request(prompt)) == expected_tokens(prompt, 8)
     assert worker.configured is not None
     assert list(worker.configured.prefill_buckets) == ([4, 16] if several else [16])
@@ -116,7 +117,7 @@ async def test_chunks_run_in_buckets_that_the_worker_announces(several: bool) ->
     chunks = [(work.num_tokens, work.bucket) for work in works]
     assert chunks == [(16, 16), (3, 4 if several else 16)]
     ignored = [entry["names"] for entry in logs if entry["event"] == "settings_ignored"]
-    assert ignored == ([] if several else [["prefill_buckets"]])
+    assert ignored == ([] if several else [["prefill_bucket_step", "prefill_buckets"]])
 
 
 async def test_two_workers_share_the_queue() -> None:

@@ -167,7 +167,7 @@ ON_SERVICES: Final[dict[str, Inject]] = {
 ON_WORKERS: Final[dict[str, Inject]] = {
     "broken device": device("broken"),
     "hung step": device("hung"),
-    "crash within a lease": device("crash"),
+    "crash between steps": device("crash"),
 }
 ON_LINKS: Final[dict[str, Inject]] = {"cut": cut, "half-open": half_open, "stall": stall, "slow": slow}
 ON_ALL: Final[dict[str, Inject]] = {

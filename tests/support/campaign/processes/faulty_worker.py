@@ -32,7 +32,7 @@ class DeviceOrder:
 
     kind: DeviceFault
     """broken: every step raises until the file is gone; hung: one step never ends; crash: the process dies
-    within a lease, after its first step."""
+    between two decode steps of a plan."""
     after: int
     """Steps that still work."""
 
@@ -92,7 +92,7 @@ class FaultyWorker(Worker):
         elif self._order.kind == "hung":
             threading.Event().wait()
         elif isinstance(plan.work, Decode):
-            # The second step of a plan: its lease has begun.
+            # The second step of a plan.
             if self._last_decode == plan.step:
                 os.kill(os.getpid(), signal.SIGKILL)
             self._last_decode = plan.step

@@ -2,9 +2,10 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -66,6 +67,13 @@ def test_sweeps_are_combined(files: list[str], tmp_path: Path) -> None:
     assert [len(run["requests_by_replica"]) for run in figures["sweep"]] == [1, 1, 2, 2]
 
 
+def test_a_sweep_of_lists_separates_them_by_semicolons(files: list[str], tmp_path: Path) -> None:
+    figures = simulated(tmp_path, *files, "--sweep", "tenant-weights=a=1,b=2;a=2,b=1")
+    assert [run["settings"] for run in figures["sweep"]] == [
+        {"tenant-weights": weights} for weights in ("a=1,b=2", "a=2,b=1")
+    ]
+
+
 @pytest.mark.parametrize("kind", ["random", "conversations", "agents"])
 def test_made_requests_share_what_their_kind_shares(kind: str, tmp_path: Path) -> None:
     figures = simulated(
@@ -81,6 +89,7 @@ def test_made_requests_share_what_their_kind_shares(kind: str, tmp_path: Path) -
     [
         ([], "give --step-times a file or one of "),
         (["--step-times", "none"], "--step-times none: No such file or directory; name a file or one of "),
+        (["--step-times", "../profiles/h100-8b"], "No such file or directory"),
         (["--step-times", "{}"], "steps take no time"),
         (["--step-times", '{"base": 1}'], "base: Extra inputs are not permitted"),
         (["--step-times", "h100-8b"], "give --trace a file, or --generate one of random, "),
@@ -91,7 +100,13 @@ def test_made_requests_share_what_their_kind_shares(kind: str, tmp_path: Path) -
         (["--step-times", "h100-8b", "--generate", "random", "--sweep", "slots=1"], "unrecognized arguments: --slots"),
         (["--step-times", "h100-8b", "--generate", "random", "--sweep", "replicas=0"], "a whole number from 1"),
         (["--step-times", "h100-8b", "--generate", "random", "--max-num-seqs", "0"], "--max-num-seqs"),
-        (["--learn", "http://127.0.0.1:9"], "--learn http://127.0.0.1:9: "),
+        (["--step-times", "h100-8b", "--generate", "random", "--queue-timeout-s", "5"], "leave --queue-timeout-s out"),
+        (["--step-times", "h100-8b", "--generate", "random", "--sweep", "token-timeout-s=5"], "leave --token-timeout-s out"),
+        (["--learn", "http://127.0.0.1:9", "--step-times", "times"], "--learn http://127.0.0.1:9: "),
+        (["--learn", "file:///etc/passwd", "--step-times", "times"], "must be a URL such as http://"),
+        (["--learn", "http://127.0.0.1:9"], "--learn needs --step-times FILE to save to"),
+        (["--learn", "http://127.0.0.1:9", "--step-times", "times", "--json", "x"], "--json needs requests"),
+        (["--learn", "http://127.0.0.1:9", "--step-times", "h100-8b"], "is a profile of Triptych"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
@@ -134,27 +149,62 @@ vllm:cache_config_info{block_size="128",cache_dtype="bf16",enable_prefix_caching
 
 
 class _Metrics(BaseHTTPRequestHandler):
+    answers: ClassVar = {
+        "/metrics": METRICS,
+        "/unlabelled/metrics": METRICS.replace(b'kind="prefill",', b""),
+        "/page/metrics": b"<html>\n",
+        "/endless/metrics": b"#\n" * (9 << 20),
+        "/zero/metrics": METRICS.replace(b" 0.4", b" 0"),
+    }
+
     def do_GET(self) -> None:
+        if self.path == "/broken/metrics":
+            self.wfile.write(b"SSH-2.0\r\n")
+            return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(METRICS if self.path == "/metrics" else b"")
+        self.wfile.write(self.answers.get(self.path, b""))
 
     def log_message(self, *_: object) -> None:
         """Prints nothing."""
 
 
-def test_step_times_are_learned_from_metrics(files: list[str], tmp_path: Path) -> None:
-    server = HTTPServer(("127.0.0.1", 0), _Metrics)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        saved = tmp_path / "learned.json"
-        url = f"http://127.0.0.1:{server.server_port}/"
-        assert cli.main(["simulate", "--learn", url, "--step-times", str(saved)]) == 0
-    finally:
+@pytest.fixture
+def gateway() -> Iterator[str]:
+    """The URL of a server with metrics."""
+    with HTTPServer(("127.0.0.1", 0), _Metrics) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
-        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("unlabelled", "its /metrics are not those of Triptych"),
+        ("page", "its /metrics are not those of Triptych"),
+        ("endless", "more than 16 MiB of metrics"),
+        ("zero", "chunk_s.128: Input should be greater than 0"),
+        ("broken", "no valid HTTP answer (BadStatusLine)"),
+    ],
+)
+def test_metrics_that_cannot_be_read_are_one_line(
+    gateway: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main(["simulate", "--learn", gateway + path, "--step-times", str(tmp_path / "times.json")]) == 2
+    )
+    assert capsys.readouterr().err == f"triptych simulate: --learn {gateway}{path}: {reason}\n"
+
+
+def test_step_times_are_learned_from_metrics(
+    files: list[str], gateway: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "learned.json"
+    assert cli.main(["simulate", "--learn", gateway, "--step-times", str(saved)]) == 0
+    assert capsys.readouterr().out == f"step times are in {saved}\n"
     times = json.loads(saved.read_text())
     assert times["chunk_s"] == {"128": pytest.approx(0.1)}
     assert times["decode_s"] == {"8": pytest.approx(0.02)}
@@ -165,8 +215,11 @@ def test_step_times_are_learned_from_metrics(files: list[str], tmp_path: Path) -
 
 def test_the_plot_has_a_curve_for_each_tenant_and_setting(files: list[str], tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
+    (tmp_path / "trace.jsonl").write_text(TRACE.replace('"a"', '"all"'))
     assert cli.main(["simulate", *files, "--svg", str(path), "--sweep", "replicas=1,2"]) == 0
     drawing = ET.fromstring(path.read_text())  # noqa: S314 - our own drawing
     texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"replicas 1, all", "replicas 1, a", "replicas 2, b", "ttft, seconds"} <= set(texts)
+    assert {"replicas 1, all", "replicas 1, tenant all", "replicas 2, tenant b", "ttft, seconds"} <= set(
+        texts
+    )
     assert len(list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))) == 3 * 2 * 3

@@ -75,6 +75,18 @@ def test_prompts_share_what_their_hash_ids_share(tmp_path: Path) -> None:
     assert first[512] != second[512]
 
 
+def test_a_row_without_its_last_column_has_no_tenant(tmp_path: Path) -> None:
+    (request,) = read(tmp_path, "Timestamp,Request tokens,Response tokens,Model\n5,10,20\n")
+    assert request.tenant == ""
+
+
+def test_the_first_requests_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(OURS)
+    (request,) = read_trace(path, 1)
+    assert (request.prompt_tokens, request.arrival_s) == (2100, 0.0)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -85,6 +97,13 @@ def test_prompts_share_what_their_hash_ids_share(tmp_path: Path) -> None:
         ('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1, "tennant": "a"}', "line 1: tennant: Extra"),
         ('{"arrival_s": 0, "output_tokens": 1}', "prompt_tokens or prompt_token_ids is missing"),
         ('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1, "prefix": [["a", 6]]}', "more than the 5"),
+        ('{"arrival_s": 0, "prompt_tokens": 99999999, "output_tokens": 1}', "line 1: prompt_tokens: Input should be less"),
+        ('{"timestamp": 1e999, "input_length": 5, "output_length": 1}', "line 1: timestamp: Input should be a finite"),
+        (BURST_GPT + "\n\n-1,GPT-4,1,1,2,log\n", "line 7: Timestamp: must be a number of seconds from 0, not '-1'"),
+        (BURST_GPT + "nan,GPT-4,1,1,2,log\n", "line 5: Timestamp: must be"),
+        (BURST_GPT + "5\n", "line 5: Request tokens: must be a whole"),
+        (BURST_GPT + "5,GPT-4,99999999,1\n", "line 5: Request tokens: must be a whole number up to 16777216"),
+        (BURST_GPT + f"5,{'a' * 200_000},1,1\n", "not a CSV file: field larger"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2: Invalid isoformat"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", "ContextTokens: must be a whole"),
     ],

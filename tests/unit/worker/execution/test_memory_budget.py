@@ -152,8 +152,14 @@ def test_oversized_graphs_name_the_setting_to_lower(shapes: ShapeConfig, flag: s
     """The refusal names the chunk or the batch, and a size with which the graphs fit."""
     text = refusal(make_budget(GIB), shapes)
     assert re.match(r"device cpu has 1 GiB free beside 3 GiB of weights, but graphs need [\d.]+ GiB; ", text)
-    assert int(number(rf"; {flag} (\d+) would fit$", text)) >= 128
+    buckets = "--decode-buckets" if flag == "--max-num-seqs" else "--prefill-buckets"
+    assert int(number(rf"; {flag} (\d+) would fit, with {buckets} up to it if they are set$", text)) >= 128
     assert refusal(make_budget(1000), shapes).endswith("use a smaller model or a device with more memory")
+
+
+def test_a_suggested_chunk_lines_up_with_blocks() -> None:
+    text = refusal(make_budget(GIB), replace(SHAPES, chunk=6144, block_size=2048))
+    assert number(r"; --max-num-batched-tokens (\d+) would fit", text) == 2048
 
 
 def test_without_recording_only_the_largest_step_counts() -> None:
