@@ -78,7 +78,7 @@ class AdapterControl:
 
     @property
     def smallest_host(self) -> int:
-        """Adapters that every replica with adapters holds beside each other; 0 if there is none."""
+        """Adapters that every replica with adapters can hold at once; 0 if there is none."""
         return min((replica.scheduler.adapters.max_held for replica in self._hosts), default=0)
 
     # ---- clients ----
