@@ -9,6 +9,7 @@ import pytest
 from protos.errors import Context, InvalidArgument, TriptychError
 from protos.service.grpc_options import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
+from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -137,7 +138,9 @@ async def test_prompt_log_probabilities_may_exceed_one_message() -> None:
     """They arrive before the first token, in messages that every client accepts; the worker stays."""
     worker = PromptLogprobsWorker(default_chunk=1 << 13, default_block_size=1 << 13)
     prompt = [5 + position % 90 for position in range(112_000)]
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
+    # A real worker makes them more slowly than a client reads them.
+    settings = Settings(max_unread_tokens_per_stream=1 << 22, max_unread_stream_tokens=1 << 23)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
         request = generate_request(prompt, request_id="a", prompt_logprobs=20, max_tokens=2)
         call = await connect(scheduler, request)
         await call.done_writing()
