@@ -92,7 +92,7 @@ class Changes:
         admitted: Sequence[Admission] = ()
         if self._unsent:
             unsent = [one for one in requests if self._unsent.pop(one.request_id, None) is not None]
-            admitted = tuple([_admission(request) for request in unsent])
+            admitted = tuple([admission_of(request) for request in unsent])
         plan = StepPlan(
             self._step,
             work,
@@ -114,7 +114,8 @@ def _block_copy(copy: PendingCopy) -> BlockCopy:
     return BlockCopy(copy.group_id, copy.source.block_id, copy.target.block_id, copy.num_tokens)
 
 
-def _admission(request: Request) -> Admission:
+def admission_of(request: Request) -> Admission:
+    """Returns the admission of a request that has a slot; one for a pooling model has no blocks."""
     assert request.slot is not None
     return Admission(
         slot=request.slot,
@@ -128,6 +129,7 @@ def _admission(request: Request) -> Admission:
             for group_id, table in enumerate(request.kv.tables)
         },
         sequence=request.sequence,
+        pooling=request.pooling,
         adapter_id=request.adapter_load,
         traceparent=request.traceparent,
     )

@@ -14,11 +14,12 @@ from itertools import islice
 from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError
-from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.policy.learned_times import LearnedTimes
+from scheduler_svc.replica.plans import admission_of
 from scheduler_svc.replica.scheduler import ReplicaOwner
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.replica.stats import STEP_SECONDS, Distribution
@@ -216,7 +217,7 @@ class PoolScheduler:
             self._step,
             Pool(tuple(range(len(batch))), shape),
             release=tuple(range(self._held)),
-            admit=tuple(map(_admission, batch)),
+            admit=tuple(map(admission_of, batch)),
         )
         self._held = len(batch)
         self.stats.batches[shape] += 1
@@ -367,18 +368,3 @@ class PoolScheduler:
                 f"the worker returned {count} values for request {request.request_id}, not {expected}"
             )
         return None
-
-
-def _admission(request: Request) -> Admission:
-    assert request.slot is not None
-    return Admission(
-        slot=request.slot,
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
-        num_prompt_tokens=len(request.token_ids),
-        num_computed_tokens=0,
-        sampling=request.sampling.params,
-        blocks={},
-        pooling=request.pooling,
-        traceparent=request.traceparent,
-    )

@@ -78,6 +78,8 @@ class ReplicaScheduler:
         self._lease_steps = lease_steps
         self._event_interval_s = event_interval_s
         self._depth = shapes.stages + 1 if depth is None else depth
+        # Whether a request was refused that the next chunk may make room for.
+        self._chunk_makes_room = False
         # Suspects and the decode batch take turns.
         self._trial_due = False
         # Whether nothing is sent until all plans are answered, because one failed.
@@ -177,9 +179,9 @@ class ReplicaScheduler:
             return result
         if self._shared.defer_for_prefix(request):
             return AdmitResult.DEFERRED
-        if not self.has_turn(request):
-            return AdmitResult.NO_ROOM
-        if not self.kv.admit(request.kv, [one.kv for one in self._slots.prefilling]):
+        beside = [one.kv for one in self._slots.prefilling]
+        if not (self.has_turn(request) and self.kv.admit(request.kv, beside)):
+            self._chunk_makes_room = True
             return AdmitResult.NO_ROOM
         self._slots.assign_slot(request)
         return AdmitResult.ADMITTED
@@ -300,7 +302,9 @@ class ReplicaScheduler:
         plan = self._send(work, (request,), interrupts=interrupts, context_tokens=end)
         self._slots.chunk_sent(request, end)
         self._turns.sent_chunk(chunk_s, self._stages_per_batch)
-        self._owner.released()  # another request may have its turn now
+        if self._chunk_makes_room:
+            self._chunk_makes_room = False
+            self._owner.released()
         return plan
 
     def _buckets(self, step_s: float) -> Sequence[int]:

@@ -381,7 +381,7 @@ def test_an_end_retries_no_more_requests_than_can_start(monkeypatch: pytest.Monk
             rig.engine.grammar_refused("b", grammar, Overloaded("busy"))
             rig.engine.grammar_compiled("a", grammar)
         rig.step()
-    assert looks < 300 * 10
+    assert looks < 300 * 8
 
 
 def test_groups_of_skipped_requests_follow_the_replicas() -> None:
