@@ -38,8 +38,9 @@ def commands(folder: Path = FOLDER) -> Path:
     python = environment / "bin" / "python"
     _run([sys.executable, "-m", "venv", str(environment)], log)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--require-virtualenv", "install"]
-    locks = ["-r", str(WORKER_LOCK), "-r", str(PEER_LOCK)]
-    _run([*pip, "--no-deps", "--no-compile", "--progress-bar", "off", *locks], log)
+    # One after the other: only the worker's lock holds hashes, and pip wants all of a run or none.
+    for lock in (WORKER_LOCK, PEER_LOCK):
+        _run([*pip, "--no-deps", "--no-compile", "--progress-bar", "off", "-r", str(lock)], log)
     _add_metadata(environment)
     stamp.write_text(recipe)
     return environment / "bin"
