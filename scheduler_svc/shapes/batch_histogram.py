@@ -1,24 +1,23 @@
-"""Rows of decode steps and tokens of prefill steps: counted in memory, logged, kept on disk across restarts.
+"""Rows of decode steps and tokens of prefill steps: counted, logged and kept on disk across restarts.
 
 `triptych plan` reads the file and proposes buckets that fit the traffic.
 """
 
 import contextlib
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import BaseModel, PositiveInt, ValidationError, field_serializer, field_validator
 from structlog.typing import FilteringBoundLogger
 
 from protos.service import private_files
 from scheduler_svc.shapes.buckets import usage_of
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
-_VERSION = 1
 # Seconds between two writes of the file while nothing is logged.
 _SAVE_S = 60.0
 
@@ -32,6 +31,34 @@ class DamagedHistogram(ValueError):  # noqa: N818 - named like the errors of `pr
     """The file is not a histogram of this version; the message gives the reason."""
 
 
+class _Steps(BaseModel, strict=True, frozen=True):
+    """A part of the file."""
+
+    buckets: tuple[PositiveInt, ...]
+    counts: dict[PositiveInt, PositiveInt]
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)):
+            raise ValueError("the buckets do not ascend")
+        return value
+
+    @field_serializer("counts")
+    def _sorted(self, value: dict[int, int]) -> dict[int, int]:
+        return dict(sorted(value.items()))
+
+
+class _Chunks(_Steps):
+    block_size: PositiveInt
+
+
+class _File(_Steps):
+    version: Literal[1]
+    model: str
+    prefill: _Chunks = _Chunks(buckets=(), counts={}, block_size=1)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedBatches:
     """Content of the file."""
@@ -41,11 +68,11 @@ class RecordedBatches:
     buckets: tuple[int, ...] = ()
     """Decode buckets at the last save, ascending; empty if no replica was ready."""
     counts: Mapping[int, int] = field(default_factory=dict)
-    """Maps the number of rows of a decode step to the number of such steps."""
+    """Decode steps by number of rows."""
     prefill_buckets: tuple[int, ...] = ()
     """Prefill buckets at the last save, ascending."""
     chunk_counts: Mapping[int, int] = field(default_factory=dict)
-    """Maps the number of tokens of a prefill step to the number of such steps."""
+    """Prefill steps by number of tokens."""
     block_size: int = 1
     """Tokens of a KV block at the last save."""
 
@@ -58,34 +85,25 @@ class RecordedBatches:
     def read(cls, path: Path) -> "RecordedBatches":
         """Reads a file; `DamagedHistogram` if it is none, or `OSError`."""
         try:
-            data = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise DamagedHistogram("not JSON") from error
-        if not isinstance(data, dict) or data.get("version") != _VERSION:
-            raise DamagedHistogram(f"not version {_VERSION} of the format")
-        model, prefill = (
-            data.get("model"),
-            data.get("prefill", {"buckets": [], "counts": {}, "block_size": 1}),
-        )
-        if not (isinstance(model, str) and isinstance(prefill, dict)):
-            raise DamagedHistogram("a field is missing")
-        if not _is_count(block_size := prefill.get("block_size", 0)):
-            raise DamagedHistogram("the block size is not a positive number")
-        return cls(model, *_usage(data), *_usage(prefill), block_size)
+            file = _File.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise DamagedHistogram(": ".join([*map(str, first["loc"]), first["msg"]])) from error
+        chunks = file.prefill
+        return cls(file.model, file.buckets, file.counts, chunks.buckets, chunks.counts, chunks.block_size)
 
     def write(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new file."""
-        prefill = _fields(self.prefill_buckets, self.chunk_counts) | {"block_size": self.block_size}
-        data = {
-            "version": _VERSION,
-            "model": self.model,
-            **_fields(self.buckets, self.counts),
-            "prefill": prefill,
-        }
+        chunks = _Chunks(
+            buckets=self.prefill_buckets, counts=dict(self.chunk_counts), block_size=self.block_size
+        )
+        file = _File(
+            version=1, model=self.model, buckets=self.buckets, counts=dict(self.counts), prefill=chunks
+        )
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            private_files.write_text(temporary, json.dumps(data) + "\n")
+            private_files.write_text(temporary, file.model_dump_json() + "\n")
             temporary.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -105,8 +123,8 @@ class BatchHistogram:
     ) -> None:  # fmt: skip
         """Reads the counts of earlier runs from `path`; None keeps nothing.
 
-        `interval_s` is the time between two log lines. None or a value that is not positive disables them;
-        the file is then written once a minute.
+        `interval_s` is the time between two log lines. None, zero or a negative value disables them; the file
+        is then written once a minute.
 
         Raises:
             ConfigurationRefused: others may write to the folder.
@@ -119,35 +137,27 @@ class BatchHistogram:
         self._log = log
         self._due_s = clock() + (self._interval_s or _SAVE_S)
         self._shapes: ShapeConfig | None = None
-        # By number of rows: steps of this process, and those already logged.
-        self._counts = [0] * 257
-        self._logged = [0] * 257
+        # Steps of this process by number of rows, and those already logged.
+        self._counts: Counter[int] = Counter()
+        self._logged: Counter[int] = Counter()
         self._chunks: Counter[int] = Counter()
         self._can_write = True
         self._before = self._read()
         self._model = self._before.model
 
     @property
-    def counts(self) -> dict[int, int]:
+    def counts(self) -> Mapping[int, int]:
         """Steps by number of rows, of this process and of earlier runs of the same model."""
-        counts = dict(self._before.counts)
-        for rows, steps in enumerate(self._counts):
-            if steps:
-                counts[rows] = counts.get(rows, 0) + steps
-        return dict(sorted(counts.items()))
+        return self._counts + Counter(self._before.counts)
 
     @property
-    def counts_since_start(self) -> dict[int, int]:
-        """Steps by number of rows, of this process alone; they never fall."""
-        return {rows: steps for rows, steps in enumerate(self._counts) if steps}
+    def counts_since_start(self) -> Mapping[int, int]:
+        """Steps of this process by number of rows."""
+        return self._counts
 
     def observe(self, num_rows: int) -> None:
         """Counts a decode step with ``num_rows`` rows (at least 1), before padding."""
-        try:
-            self._counts[num_rows] += 1
-        except IndexError:
-            self._counts.extend([0] * (num_rows + 1 - len(self._counts)))
-            self._counts[num_rows] += 1
+        self._counts[num_rows] += 1
 
     def observe_chunk(self, num_tokens: int) -> None:
         """Counts a prefill step with ``num_tokens`` tokens (at least 1), before padding."""
@@ -171,8 +181,8 @@ class BatchHistogram:
         self.save()
 
     def save(self) -> None:
-        """Writes the file if anything was counted. Call it at shutdown, too."""
-        if self._path is None or not (any(self._counts) or self._chunks):
+        """Writes the file if anything was counted. Also call it at shutdown."""
+        if self._path is None or not (self._counts or self._chunks):
             return
         before, shapes = self._before, self._shapes
         try:
@@ -192,23 +202,18 @@ class BatchHistogram:
             self._can_write = True
 
     def _log_interval(self) -> None:
-        self._logged.extend([0] * (len(self._counts) - len(self._logged)))
-        new = {
-            rows: total - logged
-            for rows, (total, logged) in enumerate(zip(self._counts, self._logged, strict=True))
-            if total > logged
-        }
-        self._logged = list(self._counts)
+        new = self._counts - self._logged
+        self._logged = self._counts.copy()
         if not new:
             return
-        steps = sum(new.values())
+        steps = new.total()
         fields: dict[str, Any] = {
             "mean_rows": round(sum(rows * count for rows, count in new.items()) / steps, 2)
         }
         buckets = self._shapes.buckets if self._shapes else (0,)
         if max(new) <= buckets[-1]:
             fields["padding_share"] = round(usage_of(new, buckets).padding_share, 4)
-        counts = {str(rows): count for rows, count in new.items()}
+        counts = {str(rows): new[rows] for rows in sorted(new)}
         self._log.info("decode_batch_sizes", steps=steps, **fields, steps_by_rows=counts)
 
     def _read(self) -> RecordedBatches:
@@ -232,24 +237,3 @@ class BatchHistogram:
         # A file that is gone or cannot be renamed: the next save replaces it or reports why not.
         with contextlib.suppress(OSError):
             self._path.replace(aside)
-
-
-def _fields(buckets: Sequence[int], counts: Mapping[int, int]) -> dict[str, Any]:
-    return {"buckets": list(buckets), "counts": {str(size): counts[size] for size in sorted(counts)}}
-
-
-def _usage(data: dict[str, Any]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Returns buckets and counts of a file's part; raises `DamagedHistogram`."""
-    buckets, counts = data.get("buckets"), data.get("counts")
-    if not (isinstance(buckets, list) and isinstance(counts, dict)):
-        raise DamagedHistogram("a field is missing")
-    sizes = {int(size): steps for size, steps in counts.items() if size.isdecimal() and len(size) < 10}
-    if len(sizes) != len(counts) or not all(map(_is_count, [*buckets, *sizes, *sizes.values()])):
-        raise DamagedHistogram("a count is not a positive number")
-    if buckets != sorted(set(buckets)):
-        raise DamagedHistogram("the buckets do not ascend")
-    return tuple(buckets), sizes
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -8,7 +8,7 @@ be below the minimum or the limit of buckets is reached. Manual buckets are sort
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -196,13 +196,7 @@ def usage_of(counts: Mapping[int, int], buckets: Sequence[int]) -> BucketUsage:
 def plan_buckets(
     counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int
 ) -> BucketPlan:
-    """Returns the current and the best buckets.
-
-    Args:
-        counts: maps rows of a step (1 to ``max_batch``) to steps.
-        current: the current buckets, ascending; the last holds ``max_batch`` rows.
-        max_batch: most rows of a step; the last bucket.
-        graphs: most buckets to choose.
+    """Returns the current and the best buckets, at most ``graphs``, for steps by number of rows.
 
     Raises:
         ValueError: naming the bad value and the rule.
@@ -214,13 +208,10 @@ def plan_buckets(
 def plan_chunks(
     counts: Mapping[int, int], current: Sequence[int], *, block_size: int, graphs: int
 ) -> BucketPlan:
-    """Returns the current and the best prefill buckets; the best line up with blocks.
+    """Returns the current and the best prefill buckets, at most ``graphs``, for chunks by number of tokens.
 
-    Args:
-        counts: maps tokens of a chunk to chunks. Those above the largest bucket count as its size.
-        current: the current buckets, ascending. The best go down to the first, or to `SMALLEST_CHUNK`.
-        block_size: tokens of a KV block.
-        graphs: most buckets to choose.
+    Chunks above the largest bucket count as its size. The best buckets line up with blocks and are not below
+    the first, or `SMALLEST_CHUNK`.
     """
     chunk = current[-1]
     counts = _merged(counts, range(1, chunk + 1))
@@ -289,32 +280,22 @@ def _one_more(
     """Extends the cheapest choices of ``buckets - 1`` buckets by another, by index of the last bucket."""
     new, chosen = list(costs), [0] * len(costs)
     # Indices i of lines y(x) = costs[i] - upto[i] * x that are lowest somewhere at or after the current x.
-    hull: list[int] = []
-    first = 0
+    hull: deque[int] = deque()
     for last in range(buckets, len(costs)):
-        _append_line(hull, first, last - 1, costs, upto)
-        size = sizes[last - 1]
-        while first + 1 < len(hull) and _at(hull[first + 1], size, costs, upto) <= _at(
-            hull[first], size, costs, upto
-        ):
-            first += 1
-        chosen[last] = hull[first]
-        new[last] = upto[last] * size + _at(hull[first], size, costs, upto)
+        size, line = sizes[last - 1], last - 1
+        while len(hull) > 1:
+            first, second = hull[-2], hull[-1]
+            # Wherever `line` is below `first`, it is also below `second`.
+            if (costs[line] - costs[first]) * (upto[second] - upto[first]) > (
+                costs[second] - costs[first]
+            ) * (upto[line] - upto[first]):
+                break
+            hull.pop()
+        hull.append(line)
+        lowest = costs[hull[0]] - upto[hull[0]] * size
+        while len(hull) > 1 and (following := costs[hull[1]] - upto[hull[1]] * size) <= lowest:
+            hull.popleft()
+            lowest = following
+        chosen[last] = hull[0]
+        new[last] = upto[last] * size + lowest
     return new, chosen
-
-
-def _at(line: int, x: int, costs: list[int], upto: list[int]) -> int:
-    return costs[line] - upto[line] * x
-
-
-def _append_line(hull: list[int], first: int, line: int, costs: list[int], upto: list[int]) -> None:
-    """Adds the steepest line so far, and drops lines from ``first`` on that are no longer lowest anywhere."""
-    while len(hull) >= first + 2:
-        one, two = hull[-2], hull[-1]
-        # Wherever `line` is below `one`, it is also below `two`.
-        if (costs[line] - costs[one]) * (upto[two] - upto[one]) > (costs[two] - costs[one]) * (
-            upto[line] - upto[one]
-        ):
-            break
-        hull.pop()
-    hull.append(line)

@@ -104,7 +104,7 @@ def test_the_best_buckets_are_left_alone(tmp_path: Path, capsys: pytest.CaptureF
     ("content", "message"),
     [
         (None, "does not exist yet"),
-        ("nonsense", "is not a histogram: not JSON"),
+        ("nonsense", "is not a histogram: Invalid JSON"),
         (json.dumps({"version": 1, "model": "m", "buckets": [1], "counts": {}}), "has no decode steps yet"),
     ],
 )  # fmt: skip
