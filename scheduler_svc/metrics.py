@@ -19,7 +19,7 @@ from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.certificate_metrics import CertificateDays
 from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
-from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
+from scheduler_svc.dispatch.request_timeouts import Timeout
 from scheduler_svc.policy.tenants import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
@@ -27,23 +27,29 @@ from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.progress import Stall
 
-# Lost replicas that keep counters of their own.
+# Most lost replicas with counters of their own.
 _MAX_GONE: Final = 16
 
-# The `engine` label for the sum over replicas that were lost before those.
+# The `engine` label of the sum over earlier lost replicas.
 RETIRED: Final = "retired"
 
 # Rows of decode steps; a scheduler has at most 4096 slots.
 _BATCH_SIZES: Final = tuple(2**n for n in range(13))
 
 
+# The labels of all metrics of a replica.
+_REPLICA: Final = ("model_name", "engine")
+
+_Samples = dict[tuple[str, ...], float]
+
+
 class _Family(NamedTuple):
-    """One metric that every replica has."""
+    """A metric of each replica."""
 
     name: str
     text: str
     labels: tuple[str, ...] = ()
-    """Labels besides the model and the replica."""
+    """Labels in addition to `_REPLICA`."""
 
 
 _COUNTERS: Final = (
@@ -117,7 +123,7 @@ _HISTOGRAMS: Final = (
 
 
 class _Collected(Collector):
-    """Metrics that have been collected already."""
+    """Metrics at one point in time."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
@@ -127,49 +133,35 @@ class _Collected(Collector):
 
 
 class UnservedRequests:
-    """Counts requests of all clients that brought no whole answer, by what happened and the error's code."""
+    """Counts requests of all clients without a whole answer, by outcome and error code."""
 
     def __init__(self) -> None:
         """Starts at zero."""
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[tuple[str, ...]] = Counter()
 
     def refused(self, error: TriptychError, count: int = 1) -> None:
         """Counts requests that were not accepted."""
-        self._counts["refused", error.code_name] += count
+        self.counts["refused", error.code_name] += count
 
     def ended(self, error: TriptychError | None) -> None:
         """Counts an accepted request that failed, or without an error a sequence that was aborted."""
-        self._counts[
-            "aborted" if error is None else "failed", "aborted" if error is None else error.code_name
-        ] += 1
-
-    def metric(self) -> Metric:
-        """Returns the counter."""
-        requests = CounterMetricFamily(
-            "triptych:unserved_requests",
-            "Requests that were refused, failed or were aborted.",
-            labels=("outcome", "code"),
-        )
-        for labels, count in self._counts.items():
-            requests.add_metric(labels, count)
-        return requests
+        self.counts[("aborted", "aborted") if error is None else ("failed", error.code_name)] += 1
 
 
 class SchedulerMetrics(Collector):
     """The metrics of a deployment.
 
-    Counters outlive their replica, because sums over replicas must not fall when one is lost. They continue
-    if the replica returns. Once many other replicas have been lost after it, they move to the engine
-    "retired".
+    Counters outlive their replica: sums over replicas must not fall when one is lost. A replica that returns
+    continues them. After many later losses they move to the engine "retired".
     """
 
     def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
-        """Measures `deployment`, and what waits for its slow clients."""
+        """Measures `deployment` and the output not yet read by its clients."""
         self.certificates = CertificateDays("triptych:scheduler_certificate_days_left")
         self._deployment = deployment
         self._unread = unread
         self.unserved = UnservedRequests()
-        """Requests that brought no whole answer."""
+        """Requests without a whole answer."""
         self._gone: dict[str, Totals] = {}
         self._retired = Totals()
         deployment.on_detach(self._keep)
@@ -182,29 +174,68 @@ class SchedulerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the current metrics; before a model is served, only those without a model label."""
-        load = self._deployment.load()
-        replicas = GaugeMetricFamily("triptych:replicas", "Replicas by state.", labels=("state",))
-        num_starting = len(self._deployment.starting)
-        replicas.add_metric(("ready",), len(load.replicas) - num_starting)
-        replicas.add_metric(("configuring",), num_starting)
-        yield replicas
-        yield from _losses(self._deployment.losses)
-        yield self.unserved.metric()
-        yield _timeouts(self._deployment.timeouts)
-        yield from _unread(self._unread)
+        deployment, unread = self._deployment, self._unread
+        load, num_starting = deployment.load(), len(deployment.starting)
+        states = {("ready",): len(load.replicas) - num_starting, ("configuring",): num_starting}
+        yield _gauge("triptych:replicas", "Replicas by state.", states, "state")
+        yield from _losses(deployment.losses)
+        yield _counter(
+            "triptych:unserved_requests", "Requests that were refused, failed or were aborted.",
+            self.unserved.counts, "outcome", "code",
+        )  # fmt: skip
+        yield _counter(
+            "triptych:timed_out_requests", "Requests that failed because they waited too long, by what for.",
+            {(timeout.value,): deployment.timeouts.num_failed[timeout] for timeout in Timeout}, "reason",
+        )  # fmt: skip
+        yield _gauge(
+            "triptych:unread_tokens", "Tokens that wait for clients of gRPC streams.", {(): unread.num_tokens}
+        )
+        yield _counter(
+            "triptych:slow_readers", "gRPC streams that were ended because too much waited for their clients.",
+            {(): unread.num_ended},
+        )  # fmt: skip
         yield from self.certificates.collect()
-        served = self._deployment.served
-        if served is None:
-            return
-        live = self._deployment.engine.totals()
-        yield from _requests(served.name, load)
-        yield _rejections(served.name, self._deployment.engine.rejections)
-        yield from _memory(served.name, self._deployment.engine.memory(), served.model.dtype)
+        if deployment.served is not None:
+            yield from self._of_model(deployment.served.name, load)
+
+    def _of_model(self, model: str, load: Load) -> Iterator[Metric]:
+        """Yields the metrics with a model label."""
+        deployment = self._deployment
+        assert deployment.served is not None
+        live = deployment.engine.totals()
+        yield from _requests(model, load)
+        yield _counter(
+            "vllm:admission_rejections", "Requests that the queue refused, by the limit that they would have exceeded.",
+            {(model, reason): deployment.engine.rejections.get(reason, 0) for reason in (MAX_REQUESTS, MAX_TOKENS)},
+            "model_name", "reason",
+        )  # fmt: skip
+        yield from _memory(model, deployment.engine.memory(), deployment.served.model.dtype)
         yield from self._loras()
-        yield from _by_replica(served.name, self._totals(live), served.max_model_len)
-        yield from _workers(served.name, live)
-        yield self._phase_seconds(served.name)
-        yield self._batch_sizes(served.name)
+        yield from _by_replica(model, self._totals(live), deployment.served.max_model_len)
+        kinds = {"device_free": "free_memory_bytes", "process": "process_memory_bytes"}
+        memory = {
+            (model, name, kind): size
+            for name, totals in live.items()
+            for kind, field in kinds.items()
+            if (size := getattr(totals.report, field))
+        }
+        text = "Memory of the worker: free on its device, or its process'."
+        yield _gauge("triptych:worker_memory_bytes", text, memory, *_REPLICA, "kind")
+        seconds = {
+            (model, name, phase): value
+            for name, phases in deployment.phase_seconds.items()
+            for phase, value in phases.items()
+        }
+        text = "Time that each phase of the configuration took."
+        yield _gauge("triptych:configuration_seconds", text, seconds, *_REPLICA, "phase")
+        rows = Distribution(_BATCH_SIZES)
+        for size, steps in deployment.histogram.counts_since_start.items():
+            rows.observe(size, steps)
+        histogram = HistogramMetricFamily(
+            "triptych:batch_size", "Requests in a decode step, before padding.", labels=("model_name",)
+        )
+        _add(histogram, (model,), rows)
+        yield histogram
 
     def _keep(self, replica_id: str, last: Totals) -> None:
         """Keeps the counters of a replica that is lost or leaves."""
@@ -217,7 +248,7 @@ class SchedulerMetrics(Collector):
             self._retired.add(self._gone.pop(name))
 
     def _totals(self, live: dict[str, Totals]) -> dict[str, Totals]:
-        """Returns counters by replica, over all of its lives; `live` has those of its present one."""
+        """Returns the counters of each replica over all of its lives, given those of the present lives."""
         kept = [*self._gone.items(), (RETIRED, self._retired)] if self._retired.counts else self._gone.items()
         totals: dict[str, Totals] = {}
         for name, figures in itertools.chain(kept, live.items()):
@@ -225,7 +256,7 @@ class SchedulerMetrics(Collector):
         return totals
 
     def _loras(self) -> Iterator[Metric]:
-        """Yields the adapters with requests, as vLLM does: the labels say which, the value is the time."""
+        """Yields the adapters with requests, as vLLM does: names in labels, the time as the value."""
         engine = self._deployment.engine
         if not engine.adapters.max_loras:
             return
@@ -234,177 +265,79 @@ class SchedulerMetrics(Collector):
         for request in engine.live():
             if request.adapter is not None:
                 (waiting if request.slot is None else running).add(request.adapter.name)
-        info = GaugeMetricFamily(
+        labels = (str(engine.adapters.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        yield _gauge(
             "vllm:lora_requests_info",
             "LoRA adapters with running and with waiting requests; the value is the time, seconds since 1970.",
-            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-        )
-        labels = (str(engine.adapters.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
-        info.add_metric(labels, time.time())
-        yield info
-
-    def _phase_seconds(self, model: str) -> Metric:
-        seconds = _gauge(
-            "triptych:configuration_seconds",
-            "Time that each phase of the configuration took.",
-            "engine",
-            "phase",
-        )
-        for name, phases in self._deployment.phase_seconds.items():
-            for phase, value in phases.items():
-                seconds.add_metric((model, name, phase), value)
-        return seconds
-
-    def _batch_sizes(self, model: str) -> Metric:
-        """Returns the distribution over the decode steps of all replicas."""
-        rows = Distribution(_BATCH_SIZES)
-        for size, steps in self._deployment.histogram.counts_since_start.items():
-            rows.observe(size, steps)
-        histogram = HistogramMetricFamily(
-            "triptych:batch_size", "Requests in a decode step, before padding.", labels=("model_name",)
-        )
-        _add(histogram, (model,), rows)
-        return histogram
+            {labels: time.time()}, "max_lora", "waiting_lora_adapters", "running_lora_adapters",
+        )  # fmt: skip
 
 
 def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Iterator[Metric]:
-    usage = _gauge(
-        "vllm:kv_cache_usage_perc", "Share of KV blocks in use in the fullest group, 0 to 1.", "engine"
-    )
-    blocks = _gauge("triptych:kv_blocks", "KV blocks by state, used or free.", "engine", "group", "state")
-    prefixes = _gauge(
-        "triptych:cached_prefixes", "Cached prefixes that a request can hit.", "engine", "group"
-    )
-    info = GaugeMetricFamily(
-        "vllm:cache_config_info",
-        "The KV cache of each replica; the value is 1.",
-        labels=("block_size", "cache_dtype", "enable_prefix_caching", "engine", "num_gpu_blocks"),
-    )
+    usage, blocks, prefixes, info = _Samples(), _Samples(), _Samples(), _Samples()
     for name, memory in replicas.items():
-        usage.add_metric((model, name), memory.usage)
+        usage[model, name] = memory.usage
         for group_id, group in enumerate(memory.groups):
             labels = (model, name, str(group_id))
-            blocks.add_metric((*labels, "used"), group.num_used)
-            blocks.add_metric((*labels, "free"), group.num_free)
-            prefixes.add_metric(labels, group.num_cached)
+            blocks[*labels, "used"], blocks[*labels, "free"] = group.num_used, group.num_free
+            prefixes[labels] = group.num_cached
         num_blocks = memory.groups[0].num_used + memory.groups[0].num_free
         facts = (memory.block_size, dtype, memory.prefix_caching, name, num_blocks)
-        info.add_metric([str(fact) for fact in facts], 1)
-    yield from (usage, blocks, prefixes, info)
-
-
-def _rejections(model: str, rejections: Mapping[str, int]) -> Metric:
-    requests = CounterMetricFamily(
-        "vllm:admission_rejections",
-        "Requests that the queue refused, by the limit that they would have exceeded.",
-        labels=("model_name", "reason"),
-    )
-    for reason in (MAX_REQUESTS, MAX_TOKENS):
-        requests.add_metric((model, reason), rejections.get(reason, 0))
-    return requests
-
-
-def _workers(model: str, replicas: dict[str, Totals]) -> Iterator[Metric]:
-    """Yields what workers reported last."""
-    memory = _gauge(
-        "triptych:worker_memory_bytes",
-        "Memory of the worker: free on its device, or its process'.",
-        "engine",
-        "kind",
-    )
-    for name, figures in replicas.items():
-        report = figures.report
-        for kind, size in ("device_free", report.free_memory_bytes), ("process", report.process_memory_bytes):
-            if size:
-                memory.add_metric((model, name, kind), size)
-    yield memory
+        info[tuple(map(str, facts))] = 1
+    text = "Share of KV blocks in use in the fullest group, 0 to 1."
+    yield _gauge("vllm:kv_cache_usage_perc", text, usage, *_REPLICA)
+    text = "KV blocks by state, used or free."
+    yield _gauge("triptych:kv_blocks", text, blocks, *_REPLICA, "group", "state")
+    text = "Cached prefixes that a request can hit."
+    yield _gauge("triptych:cached_prefixes", text, prefixes, *_REPLICA, "group")
+    yield _gauge(
+        "vllm:cache_config_info", "The KV cache of each replica; the value is 1.", info,
+        "block_size", "cache_dtype", "enable_prefix_caching", "engine", "num_gpu_blocks",
+    )  # fmt: skip
 
 
 def _losses(losses: Losses) -> Iterator[Metric]:
-    workers = CounterMetricFamily(
-        "triptych:lost_workers", "Attached workers that were lost or left, by reason.", labels=("reason",)
+    text = "Attached workers that were lost or left, by reason."
+    yield _counter(
+        "triptych:lost_workers", text, {(loss.value,): losses.workers[loss] for loss in Loss}, "reason"
     )
-    for loss in Loss:
-        workers.add_metric((loss.value,), losses.workers[loss])
-    yield workers
-    stalls = CounterMetricFamily(
-        "triptych:stalled_replicas",
-        "Times that a replica computed nothing while requests ran, by kind: empty or unplanned.",
-        labels=("reason",),
+    text = "Times that a replica computed nothing while requests ran, by kind: empty or unplanned."
+    yield _counter(
+        "triptych:stalled_replicas", text, {(stall.value,): losses.stalls[stall] for stall in Stall}, "reason"
     )
-    for stall in Stall:
-        stalls.add_metric((stall.value,), losses.stalls[stall])
-    yield stalls
-    yield CounterMetricFamily(
-        "triptych:suspect_requests",
-        "Requests that became suspects because of a lost worker.",
-        value=losses.num_suspects,
-    )
-    yield CounterMetricFamily(
-        "triptych:poison_requests",
-        "Requests that failed because too many workers were lost with them.",
-        value=losses.num_failed,
-    )
-
-
-def _timeouts(timeouts: RequestTimeouts) -> Metric:
-    requests = CounterMetricFamily(
-        "triptych:timed_out_requests",
-        "Requests that failed because they waited too long, by what for.",
-        labels=("reason",),
-    )
-    for timeout in Timeout:
-        requests.add_metric((timeout.value,), timeouts.num_failed[timeout])
-    return requests
-
-
-def _unread(unread: UnreadLimits) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "triptych:unread_tokens", "Tokens that wait for clients of gRPC streams.", value=unread.num_tokens
-    )
-    yield CounterMetricFamily(
-        "triptych:slow_readers",
-        "gRPC streams that were ended because too much waited for their clients.",
-        value=unread.num_ended,
-    )
+    text = "Requests that became suspects because of a lost worker."
+    yield _counter("triptych:suspect_requests", text, {(): losses.num_suspects})
+    text = "Requests that failed because too many workers were lost with them."
+    yield _counter("triptych:poison_requests", text, {(): losses.num_failed})
 
 
 def _requests(model: str, load: Load) -> Iterator[Metric]:
-    running = _gauge("vllm:num_requests_running", "Requests that have a slot.", "engine")
-    for replica in load.replicas:
-        if replica.starting is None:
-            running.add_metric((model, replica.replica_id), replica.num_running)
-    yield running
+    running = {
+        (model, replica.replica_id): replica.num_running
+        for replica in load.replicas
+        if replica.starting is None
+    }
+    yield _gauge("vllm:num_requests_running", "Requests that have a slot.", running, *_REPLICA)
     # The queue belongs to no replica: its `engine` is empty.
-    waiting = _gauge("vllm:num_requests_waiting", "Requests without a slot.", "engine")
-    waiting.add_metric((model, ""), load.num_waiting)
-    yield waiting
-    reasons = _gauge(
-        "vllm:num_requests_waiting_by_reason",
-        "Requests without a slot, by what they wait for.",
-        "engine",
-        "reason",
-    )
-    reasons.add_metric((model, "", "capacity"), load.num_waiting - load.num_deferred)
-    reasons.add_metric((model, "", "deferred"), load.num_deferred)
-    yield reasons
-    tokens = _gauge("triptych:waiting_tokens", "Tokens of requests that wait for a slot.")
-    tokens.add_metric((model,), load.num_waiting_tokens)
-    yield tokens
+    waiting = {(model, ""): load.num_waiting}
+    yield _gauge("vllm:num_requests_waiting", "Requests without a slot.", waiting, *_REPLICA)
+    reasons = {
+        (model, "", "capacity"): load.num_waiting - load.num_deferred,
+        (model, "", "deferred"): load.num_deferred,
+    }
+    text = "Requests without a slot, by what they wait for."
+    yield _gauge("vllm:num_requests_waiting_by_reason", text, reasons, *_REPLICA, "reason")
+    text = "Tokens of requests that wait for a slot."
+    yield _gauge("triptych:waiting_tokens", text, {(model,): load.num_waiting_tokens}, "model_name")
 
 
 def _by_replica(model: str, totals: dict[str, Totals], longest: int) -> Iterator[Metric]:
-    """Yields counters and histograms; `longest` is the most tokens that a sequence can have."""
+    """Yields counters and histograms; no sequence is longer than `longest` tokens."""
     counters = {
-        family.name: CounterMetricFamily(
-            family.name, family.text, labels=("model_name", "engine", *family.labels)
-        )
-        for family in _COUNTERS
+        family.name: _counter(family.name, family.text, {}, *_REPLICA, *family.labels) for family in _COUNTERS
     }
     histograms = {
-        family.name: HistogramMetricFamily(
-            family.name, family.text, labels=("model_name", "engine", *family.labels)
-        )
+        family.name: HistogramMetricFamily(family.name, family.text, labels=(*_REPLICA, *family.labels))
         for family in _HISTOGRAMS
     }
     for name, figures in totals.items():
@@ -414,18 +347,25 @@ def _by_replica(model: str, totals: dict[str, Totals], longest: int) -> Iterator
             _add(histograms[metric], (model, name, *labels), values, longest)
     yield from counters.values()
     yield from histograms.values()
-    stall = _gauge(
-        "triptych:longest_stall_seconds",
-        "Longest time that decoding requests waited for prefill steps since the start.",
-        "engine",
-    )
-    for name, figures in totals.items():
-        stall.add_metric((model, name), figures.longest_stall_s)
-    yield stall
+    text = "Longest time that decoding requests waited for prefill steps since the start."
+    stalls = {(model, name): figures.longest_stall_s for name, figures in totals.items()}
+    yield _gauge("triptych:longest_stall_seconds", text, stalls, *_REPLICA)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=("model_name", *labels))
+def _gauge(name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples.items():
+        gauge.add_metric(values, value)
+    return gauge
+
+
+def _counter(
+    name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str
+) -> CounterMetricFamily:
+    counter = CounterMetricFamily(name, text, labels=labels)
+    for values, value in samples.items():
+        counter.add_metric(values, value)
+    return counter
 
 
 def _add(
