@@ -1,4 +1,4 @@
-"""The buffer between the prefix caches of all replicas and a WatchKvEvents stream, and its messages."""
+"""Changes of all prefix caches for a WatchKvEvents stream: buffered and converted to messages."""
 
 import asyncio
 import contextlib
@@ -9,9 +9,9 @@ from protos.errors import Unavailable
 from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.dispatch.prefix_control import KvChange
-from scheduler_svc.kv.events import Batch, Cleared, KvEvent, Removed, Stored
+from scheduler_svc.kv.events import Batch, KvEvent, Removed, Stored
 
-# Unread batches beyond which a watcher is cut off.
+# Most unread batches of a watcher.
 _MAX_BEHIND = 10_000
 
 Follow = Callable[[Callable[[KvChange], None]], Callable[[], None]]
@@ -26,46 +26,36 @@ def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterato
     batch.
 
     Args:
-        follow: subscribes to the changes; see
-            :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
-        max_behind: unread batches beyond which the iterator raises :class:`protos.errors.Unavailable`.
+        follow: :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
+        max_behind: most unread batches. Beyond it, the iterator raises :class:`protos.errors.Unavailable`.
     """
-    buffer = _ChangeBuffer(max_behind)
-    stop = follow(buffer.add)
+    # None follows the last change of a watcher that is cut off.
+    unread: asyncio.Queue[KvChange | None] = asyncio.Queue(max_behind)
+    is_cut = False
+
+    def add(change: KvChange) -> None:
+        nonlocal is_cut
+        if unread.full():
+            is_cut = True
+            while not unread.empty():
+                unread.get_nowait()
+            unread.put_nowait(None)
+        elif not is_cut:
+            unread.put_nowait(change)
+
+    async def changes() -> AsyncIterator[KvChange]:
+        while (change := await unread.get()) is not None:
+            yield change
+        raise Unavailable(
+            f"more than {max_behind} batches of KV events were not read in time; watch again",
+            retry_after_ms=100,
+        )
+
+    stop = follow(add)
     try:
-        yield buffer.changes()
+        yield changes()
     finally:
         stop()
-
-
-class _ChangeBuffer:
-    def __init__(self, max_behind: int) -> None:
-        self._max_behind = max_behind
-        self._changes: list[KvChange] = []
-        self._behind = False
-        self._filled = asyncio.Event()
-
-    def add(self, change: KvChange) -> None:
-        # Check the limit here: a watcher that reads nothing never reaches the check in `changes`.
-        self._behind = self._behind or len(self._changes) >= self._max_behind
-        if self._behind:
-            self._changes.clear()
-        else:
-            self._changes.append(change)
-        self._filled.set()
-
-    async def changes(self) -> AsyncIterator[KvChange]:
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            changes, self._changes = self._changes, []
-            if self._behind:
-                raise Unavailable(
-                    f"more than {self._max_behind} batches of KV events were not read in time; watch again",
-                    retry_after_ms=100,
-                )
-            for change in changes:
-                yield change
 
 
 # With one or two chunks of tokens under each key, a message stays below the limit of any client.
@@ -78,57 +68,38 @@ def kv_batch_to_proto(
     """Yields the messages of a batch of changes; each is below the message limit of any client."""
     part = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id, snapshot=batch.snapshot)
     size = 0
-    for event in itertools.chain.from_iterable(_pieces(event, hash_block_size) for event in batch.events):
-        if part.events and size + _num_bytes(event) > FULL_MESSAGE_BYTES:
+    for event in itertools.chain.from_iterable(_to_proto(event, hash_block_size) for event in batch.events):
+        num_bytes = event.ByteSize()
+        if part.events and size + num_bytes > FULL_MESSAGE_BYTES:
             part.more = True
             yield part
             part, size = inference_pb2.KvEventBatch(sequence=batch.sequence, replica_id=replica_id), 0
-        part.events.append(_kv_event_to_proto(event, hash_block_size))
-        size += _num_bytes(event)
+        part.events.append(event)
+        size += num_bytes
     yield part
 
 
-def _num_bytes(event: KvEvent) -> int:
-    """Returns an upper estimate of an event's size on the wire, bytes."""
-    if isinstance(event, Cleared):
-        return 2
-    return 400 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
-
-
-def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
-    """Splits an event into pieces with a bounded number of keys; each piece continues its predecessor."""
-    match event:
-        case Stored(group_id, keys, parent, token_ids, lora_name) if len(keys) > _KEYS_PER_MESSAGE:
-            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
-                end = start + _KEYS_PER_MESSAGE
-                before = keys[start - 1] if start and parent is not None else parent
-                yield Stored(
-                    group_id,
-                    keys[start:end],
-                    before,
-                    token_ids[start * hash_block_size : end * hash_block_size],
-                    lora_name,
-                )
-        case Removed(group_id, keys) if len(keys) > _KEYS_PER_MESSAGE:
-            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
-                yield Removed(group_id, keys[start : start + _KEYS_PER_MESSAGE])
-        case _:
-            yield event
-
-
-def _kv_event_to_proto(event: KvEvent, hash_block_size: int) -> inference_pb2.KvEvent:
+def _to_proto(event: KvEvent, hash_block_size: int) -> Iterator[inference_pb2.KvEvent]:
+    """Yields an event in pieces of a bounded number of keys; each piece continues its predecessor."""
     match event:
         case Stored(group_id, keys, parent, token_ids, lora_name):
-            stored = inference_pb2.KvStored(
-                group_id=group_id,
-                hashes=keys,
-                parent_hash=parent or b"",
-                token_ids=token_ids,
-                tokens_per_hash=hash_block_size,
-                lora_name=lora_name,
-            )
-            return inference_pb2.KvEvent(stored=stored)
+            for start in range(0, max(1, len(keys)), _KEYS_PER_MESSAGE):
+                end = start + _KEYS_PER_MESSAGE
+                before = keys[start - 1] if start and parent is not None else parent
+                stored = inference_pb2.KvStored(
+                    group_id=group_id,
+                    hashes=keys[start:end],
+                    parent_hash=before or b"",
+                    token_ids=token_ids[start * hash_block_size : end * hash_block_size],
+                    tokens_per_hash=hash_block_size,
+                    lora_name=lora_name,
+                )
+                yield inference_pb2.KvEvent(stored=stored)
         case Removed(group_id, keys):
-            return inference_pb2.KvEvent(removed=inference_pb2.KvRemoved(group_id=group_id, hashes=keys))
+            for start in range(0, len(keys), _KEYS_PER_MESSAGE):
+                removed = inference_pb2.KvRemoved(
+                    group_id=group_id, hashes=keys[start : start + _KEYS_PER_MESSAGE]
+                )
+                yield inference_pb2.KvEvent(removed=removed)
         case _:
-            return inference_pb2.KvEvent(cleared=inference_pb2.KvCleared())
+            yield inference_pb2.KvEvent(cleared=inference_pb2.KvCleared())
