@@ -4,11 +4,11 @@
 with its default thread binding, vLLM on all cores, and ``triptych up``, one after the other. Each starts with
 empty caches (cold), and then with the caches of the cold start (warm); the machine's file cache is warm for
 all. vLLM's client, ``vllm bench serve``, sends random prompts: 128 tokens in and 128 out at 1, 8 and 32
-requests at a time, then 1,024 in and 32 out at 8. Every round repeats all of it. All contenders of a round get
-the same prompts. No two runs against one server share a prompt, so prefix caches find nothing.
+requests at a time, then 1,024 in and 32 out at 8. Every round repeats all of it. All contenders of a round
+get the same prompts. No two runs against one server share a prompt, so prefix caches find nothing.
 
-``--mixed`` measures a single load instead, after cold starts: 96 prompts of 40 to 900 tokens, 16 at a time, 64
-tokens out. Most prompts begin with one of six shared prefixes; all keep their default prefix cache.
+``--mixed`` measures a single load instead, after cold starts: 96 prompts of 40 to 900 tokens, 16 at a time,
+64 tokens out. Most prompts begin with one of six shared prefixes; all keep their default prefix cache.
 
 vLLM runs in a separate environment (``.cache/vllm-peer/``). The first run makes it, which takes minutes and
 needs a package index. Two rounds take most of an hour on two cores. ``--quick`` runs one round with cold
