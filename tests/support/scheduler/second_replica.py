@@ -10,6 +10,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import FULL, Rig, RigAdapters
 from tests.support.scheduler.simulated_device import SimulatedDevice, StepFailedError
@@ -51,7 +52,8 @@ class Second:
 
 def add_replica(
     rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", shapes: ShapeConfig | None = None,
-    failing: Callable[[], bool] = lambda: False, adapter_slots: int = 0, max_cpu_loras: int = 0,
+    adapter_slots: int = 0, max_cpu_loras: int = 0, ask: Callable[[Grammar], None] = lambda _: None,
+    withdraw: Callable[[Grammar], None] = lambda _: None,
 ) -> Second:  # fmt: skip
     adapters = (
         RigAdapters(rig.engine, name, adapter_slots, max_cpu_loras, rig.sources) if adapter_slots else None
@@ -68,7 +70,7 @@ def add_replica(
     )
     rig.engine.attach(
         name,
-        AttachedReplica(scheduler, lambda: None, failing=failing, lora=adapters.calls if adapters else None),
+        AttachedReplica(scheduler, lambda: None, ask, withdraw, lora=adapters.calls if adapters else None),
     )
     device = SimulatedDevice(shapes, adapters=adapters.store if adapters else None)
     return Second(scheduler, device, adapters=adapters)
