@@ -1,88 +1,52 @@
-"""Requests that kill workers: they fail alone, and requests beside them lose nothing."""
+"""Requests that kill workers or make steps fail: they fail alone, and the others lose nothing."""
 
 import pytest
 
-from protos.errors import Internal
+from protos.errors import Internal, InvalidArgument
+from protos.steps import StepResult
 from scheduler_svc.requests.admission import Resumed
 from scheduler_svc.requests.sampling import FinishReason
-from tests.support.scheduler.factories import (
-    ListSink,
-    Rig,
-    expected_tokens,
-    make_rig,
-    make_shapes,
-    make_submission,
-)
-from tests.support.scheduler.simulated_device import Kind, reaches
+from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
+from tests.support.scheduler.second_replica import add_replica, run
+from tests.support.scheduler.simulated_device import Kind, Moment, reaches
 
 
-def check_failed(sink: ListSink) -> None:
-    """Checks that a request has ended with the error of a request that kills workers."""
-    assert isinstance(sink.events[-1].error, Internal)
-    assert "workers were lost while they ran" in sink.events[-1].error.message
-    assert sum(event.error is not None for event in sink.events) == 1
-
-
-def submit_innocents(rig: Rig, count: int = 3) -> dict[str, tuple[ListSink, list[int]]]:
-    """Submits requests; returns their sinks and what they must receive."""
+def submit_innocents(rig: Rig, count: int = 3) -> dict[str, list[int]]:
+    """Submits requests; returns what they must receive."""
     prompts = {f"i{number}": [10 + number] * (3 + 4 * number) for number in range(count)}
-    return {
-        name: (rig.submit(make_submission(prompt, request_id=name)), expected_tokens(prompt, 8))
-        for name, prompt in prompts.items()
-    }
+    for name, prompt in prompts.items():
+        rig.submit(make_submission(prompt, request_id=name))
+    return {name: expected_tokens(prompt, 8) for name, prompt in prompts.items()}
 
 
-def check_innocents(innocents: dict[str, tuple[ListSink, list[int]]]) -> None:
+def check_innocents(rig: Rig, innocents: dict[str, list[int]]) -> None:
     """Checks that each request got exactly its tokens."""
-    for sink, wanted in innocents.values():
-        assert sink.tokens == wanted
-        assert sink.events[-1].finish_reason is FinishReason.LENGTH
+    for name, wanted in innocents.items():
+        assert rig.sinks[name].tokens == wanted
+        assert rig.sinks[name].events[-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("lease", [1, 8])
 @pytest.mark.parametrize(
     ("kind", "end"), [("admit", 0), ("chunk", 0), ("chunk", 7), ("decode", 0), ("decode", 14)]
 )
-def test_a_request_that_kills_workers_fails_alone(kind: Kind, end: int, lease: int) -> None:
-    """It fails after two lost workers, and the requests beside it get all of their tokens."""
+@pytest.mark.parametrize("harm", ["kills", "fails"])
+def test_a_harmful_request_fails_alone(harm: str, kind: Kind, end: int, lease: int) -> None:
+    """It fails after two lost workers or four failed steps; the others get all of their tokens."""
     rig = make_rig(lease_steps=lease)
-    rig.kills = reaches(kind, "poison", end)
+    setattr(rig, harm, reaches(kind, "poison", end))
     innocents = submit_innocents(rig)
     for _ in range(4):
         rig.step()
     poison = rig.submit(make_submission([7] * 10, request_id="poison"))
-    rig.run(200)
-    check_failed(poison)
-    assert rig.killers == ["poison", "poison"]
-    check_innocents(innocents)
-
-
-@pytest.mark.parametrize("kind", ["admit", "chunk", "decode"])
-def test_the_number_of_workers_it_may_kill_is_a_setting(kind: Kind) -> None:
-    """A request that runs alone from the start fails exactly after that many lost workers."""
-    for most in (1, 2, 5):
-        rig = make_rig(max_worker_losses=most)
-        rig.kills = reaches(kind, "poison")
-        poison = rig.submit(make_submission(request_id="poison"))
-        rig.run(100)
-        check_failed(poison)
-        assert rig.killers == ["poison"] * most
-
-
-def test_two_poison_requests_in_one_batch_both_fail() -> None:
-    """Each is found out alone, whichever of them killed the batch."""
-    rig = make_rig()
-    rig.kills = lambda moment: moment.kind == "decode" and moment.request_id in "pq" and moment.end >= 8
-    p, q = (
-        rig.submit(make_submission([5, token, 5], request_id=name))
-        for token, name in enumerate("pq", start=60)
+    rig.run(300)
+    assert isinstance(poison.events[-1].error, Internal)
+    assert sum(event.error is not None for event in poison.events) == 1
+    assert (rig.killers, rig.failers) == (
+        ["poison"] * 2 * (harm == "kills"),
+        ["poison"] * 4 * (harm == "fails"),
     )
-    innocents = submit_innocents(rig, 2)
-    rig.run(200)
-    check_failed(p)
-    check_failed(q)
-    assert len(rig.killers) <= 4
-    check_innocents(innocents)
+    check_innocents(rig, innocents)
 
 
 def lose_replica(rig: Rig) -> None:
@@ -132,7 +96,7 @@ def test_a_suspect_is_cleared_by_the_answer_to_its_next_step() -> None:
     assert all(len(names) <= 1 for names in cleared)
     assert set().union(*cleared) == set(innocents)
     rig.run()
-    check_innocents(innocents)
+    check_innocents(rig, innocents)
 
 
 def test_a_chunk_clears_a_request_that_was_lost_in_a_chunk() -> None:
@@ -159,7 +123,7 @@ def test_a_worker_lost_now_and_then_fails_nothing() -> None:
         if rig.engine.num_running:
             lose_replica(rig)
     rig.run()
-    check_innocents(innocents)
+    check_innocents(rig, innocents)
 
 
 def test_suspects_delay_the_others_by_one_step_each() -> None:
@@ -181,47 +145,6 @@ def test_suspects_delay_the_others_by_one_step_each() -> None:
     assert longest <= 3, "a chunk, a suspect's step, a chunk"
     rig.run()
     assert [len(sink.tokens) for sink in suspects] == [8] * 6
-
-
-@pytest.mark.parametrize("kind", ["chunk", "decode"])
-def test_a_poison_request_with_several_sequences_fails_as_a_whole(kind: Kind) -> None:
-    """Sequences that wait for a prompt, and forked ones, are judged like any other."""
-    rig = make_rig()
-    rig.kills = reaches(kind, "poison")
-    innocents = submit_innocents(rig, 2)
-    rig.step()
-    poison = rig.submit(make_submission([7] * 10, request_id="poison", n=3))
-    rig.run(200)
-    check_failed(poison)
-    assert 2 <= len(rig.killers) <= 3, "a sequence that is no suspect may be next"
-    check_innocents(innocents)
-
-
-def test_requests_that_wait_for_a_poison_prefix_are_not_blamed_for_it() -> None:
-    """They compute the prefix themselves once the request that computed it has failed."""
-    rig = make_rig()
-    rig.kills = reaches("chunk", "poison")
-    poison = rig.submit(make_submission([7] * 9, request_id="poison"))
-    others = [rig.submit(make_submission([7] * 9 + [n], request_id=f"o{n}")) for n in (20, 21)]
-    rig.run(200)
-    check_failed(poison)
-    assert [sink.tokens for sink in others] == [expected_tokens([7] * 9 + [n], 8) for n in (20, 21)]
-
-
-def test_a_suspect_may_be_aborted() -> None:
-    """While it waits, and while it decodes alone."""
-    rig = make_rig()
-    sinks = [rig.submit(make_submission([20 + n], request_id=f"s{n}")) for n in range(2)]
-    while len(rig.scheduler._decoding) < 2:
-        rig.step()
-    lose_replica(rig)
-    assert rig.engine.abort("s0")
-    while not rig.scheduler._slots.trials:
-        rig.step()
-    assert rig.engine.abort("s1")
-    assert rig.run() is not None
-    assert [sink.events[-1].finish_reason for sink in sinks] == [FinishReason.ABORT] * 2
-    assert rig.scheduler.num_running == 0
 
 
 def test_nothing_is_sent_for_a_suspect_while_steps_run() -> None:
@@ -254,17 +177,6 @@ def test_a_request_is_not_blamed_for_one_that_ended_meanwhile() -> None:
     assert sinks[0].tokens == expected_tokens([20], 8)
 
 
-def test_a_client_learns_of_losses_and_when_they_no_longer_count() -> None:
-    """The count comes in an event of its own, and so does its end."""
-    rig = make_rig()
-    sink = rig.submit(make_submission())
-    rig.step()
-    lose_replica(rig)
-    rig.run()
-    assert [one.worker_losses for one in sink.events if one.worker_losses is not None] == [1, 0]
-    assert sink.tokens == expected_tokens([5, 6, 7], 8)
-
-
 def test_the_count_travels_with_a_resumed_request() -> None:
     """A request that killed a worker under an earlier scheduler runs alone, and fails after one more."""
     rig = make_rig()
@@ -273,6 +185,80 @@ def test_the_count_travels_with_a_resumed_request() -> None:
     part = Resumed(0, (), worker_losses=1)
     poison = rig.submit(make_submission([7] * 10, request_id="poison", resumed_sequences=(part,)))
     rig.run(200)
-    check_failed(poison)
+    assert isinstance(poison.events[-1].error, Internal)
     assert rig.killers == ["poison"]
-    check_innocents(innocents)
+    check_innocents(rig, innocents)
+
+
+# ---- failed steps ----
+
+
+def test_a_step_that_fails_now_and_then_fails_nothing() -> None:
+    """However many steps fail: only failures in a row count, and a step that works ends the row."""
+    rig = make_rig()
+    count = 0
+
+    def flaky(_moment: Moment) -> bool:
+        nonlocal count
+        count += 1
+        return count % 7 == 0
+
+    rig.fails = flaky
+    innocents = submit_innocents(rig)
+    rig.run(1000)
+    assert len(rig.failers) > 5
+    check_innocents(rig, innocents)
+
+
+def test_an_error_of_the_request_itself_fails_it_at_once() -> None:
+    """An InvalidArgument for a step of one request is not tried again."""
+    rig = make_rig()
+    sink = rig.submit(make_submission())
+    plan = rig.scheduler.next_plan()
+    assert plan is not None
+    rig.scheduler.update(StepResult(plan.step, error=InvalidArgument("too long")))
+    assert isinstance(sink.events[-1].error, InvalidArgument)
+    assert rig.scheduler.num_running == 0
+
+
+def test_an_error_of_one_request_in_a_batch_fails_that_one_alone() -> None:
+    """Which request it is shows when each runs alone."""
+    rig = make_rig()
+    innocents = submit_innocents(rig)
+    bad = rig.submit(make_submission([7], request_id="bad"))
+    while (plan := rig.scheduler.next_plan()) is not None:
+        rig.engine.dispatch()
+        if bad.tokens and plan.work is not None and not bad.events[-1].error:
+            slots = getattr(plan.work, "slots", ())
+            request = rig.engine.find("bad")
+            if request is not None and request.slot in slots:
+                rig.scheduler.update(StepResult(plan.step, error=InvalidArgument("too many")))
+                continue
+        rig.scheduler.update(rig.device.run(plan))
+    assert isinstance(bad.events[-1].error, InvalidArgument)
+    check_innocents(rig, innocents)
+
+
+def test_a_broken_device_fails_no_request_while_another_replica_lives() -> None:
+    """Each of its requests runs elsewhere next, even if it must wait there."""
+    rig = make_rig()
+    second = add_replica(rig)
+    rig.fails = lambda _: True
+    innocents = submit_innocents(rig, 12)
+    run(rig, second)
+    assert rig.failers
+    assert len(set(rig.failers)) == len(rig.failers), "no request is tried there twice"
+    check_innocents(rig, innocents)
+
+
+def test_a_poison_request_is_tried_on_every_replica() -> None:
+    """With max_step_failures 1 it fails after one step on each of two."""
+    rig = make_rig(max_step_failures=1)
+    second = add_replica(rig)
+    second.device.fails = rig.fails = reaches("decode", "poison", 8)
+    innocents = submit_innocents(rig, 4)
+    poison = rig.submit(make_submission([7] * 6, request_id="poison"))
+    run(rig, second)
+    assert isinstance(poison.events[-1].error, Internal)
+    assert (rig.failers.count("poison"), second.failed) == (1, 1)
+    check_innocents(rig, innocents)
