@@ -1,4 +1,4 @@
-"""A pooling replica: choice and contents of the next batch."""
+"""A pooling replica: choice and contents of the next batch, and the spans of its requests."""
 
 from typing import Any
 
@@ -10,8 +10,12 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.pooling import PoolScheduler, choose_batch
+from scheduler_svc.requests.trace import TraceContext
 from scheduler_svc.shapes.shape_config import default_shapes
 from tests.support.scheduler.factories import ListSink, make_pool_submission, make_pooled_model
+from tests.support.tracing.fake_tracer import FakeTracer
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:
@@ -22,11 +26,12 @@ class Pool:
     """An engine with one replica, driven by hand. Requests are numbered in the order of submission."""
 
     def __init__(self, *shapes: PoolShape) -> None:
+        self.now = 0.0
         self.engine = Engine(
-            max_waiting=99, max_waiting_tokens=99_999, clock=lambda: 0.0, order=PriorityFairOrder()
+            max_waiting=99, max_waiting_tokens=99_999, clock=lambda: self.now, order=PriorityFairOrder()
         )
         self.engine.model = make_pooled_model(*shapes)
-        self.scheduler = PoolScheduler(shapes, 2, self.engine, clock=lambda: 0.0)
+        self.scheduler = PoolScheduler(shapes, 2, self.engine, clock=lambda: self.now)
         self.count = 0
 
     def add(self, *lengths: int, **fields: Any) -> None:
@@ -91,13 +96,6 @@ def test_costly_padding_is_avoided(waiting: int, batches: list[int], chosen: int
     assert choose_batch(waiting, batches, padding_costs=True) == chosen
 
 
-def test_a_batch_has_one_prompt_length() -> None:
-    """A longer request between shorter ones waits for its own batch."""
-    pool = Pool(shape(4, 4), shape(1, 8))
-    pool.add(4, 5, 1, 3)
-    assert pool.batches() == [(shape(4, 4), [0, 2, 3]), (shape(1, 8), [1])]
-
-
 def test_priority_then_arrival() -> None:
     """Batches follow priority, then arrival."""
     pool = Pool(shape(2, 4))
@@ -119,17 +117,6 @@ def test_tenants_alternate() -> None:
     assert [6, 11] in order
 
 
-def test_a_removed_request_is_in_no_batch() -> None:
-    """Neither is one that was aborted when it was the first of the next batch."""
-    pool = Pool(shape(4, 4))
-    pool.add(3, 3, 3)
-    assert pool.engine.abort("1")
-    assert not pool.engine.abort("1")
-    pool.attach()
-    assert pool.engine.abort("0")
-    assert pool.batches() == [(shape(4, 4), [2])]
-
-
 def test_packed_shapes_mix_lengths() -> None:
     """A batch takes requests in turn until one does not fit, in the smallest shape that holds them."""
     small, middle, large = (PoolShape(size, texts, packed=True) for size, texts in ((4, 1), (8, 3), (12, 3)))
@@ -149,23 +136,26 @@ def test_short_texts_do_not_fill_the_context() -> None:
     assert [one.prompt_len for one, _ in batches] == [512, 24, 1024, 32, 2048]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_suspect_is_alone_in_its_batch(packed: bool) -> None:
-    """It neither joins a batch nor takes others along."""
-    pool = Pool(PoolShape(8, 4, packed=packed))
-    pool.add(2, 2, 2, 2)
-    for name in "13":
-        suspect = pool.engine.find(name)
-        assert suspect is not None
-        suspect.worker_losses = 1
-    assert [requests for _, requests in pool.batches()] == [[0, 2], [1], [3]]
-
-
-def test_a_suspect_takes_no_other_along() -> None:
-    """It is first in the order, too."""
-    pool = Pool(PoolShape(8, 4))
-    pool.add(2, 2)
-    suspect = pool.engine.find("0")
-    assert suspect is not None
-    suspect.step_failures = 1
-    assert [requests for _, requests in pool.batches()] == [[0], [1]]
+def test_a_pooling_request_has_a_span_and_names_its_replica() -> None:
+    """Its time in the queue lies below it, and the worker hears of it; an aborted one has a span, too."""
+    pool, tracer, sink = Pool(PoolShape(8, 1)), FakeTracer(), ListSink()
+    tracing = TraceContext(PARENT, tracer=tracer)
+    pool.engine.submit_all([make_pool_submission(request_id=name, tracing=tracing) for name in "ab"], sink)
+    pool.now = 2.0
+    pool.attach()
+    plan = pool.scheduler.next_plan()
+    assert plan is not None
+    assert [each.traceparent for each in plan.admit] == [PARENT]
+    pool.now = 3.0
+    pool.scheduler.update(StepResult(1, outputs=(SlotOutput(0, pooled=(0.5, 0.5)),), execute_us=500))
+    pool.engine.abort("b")
+    done, aborted = tracer.spans
+    assert [
+        (each.name, each.start_ns - done.start_ns, each.end_ns - done.start_ns) for each in done.children
+    ] == [("queue", 0, 2_000_000_000)]
+    assert (done.end_ns - done.start_ns, done.attributes["triptych.replica_id"]) == (3_000_000_000, "r0")
+    assert aborted.attributes["triptych.finish_reason"] == "abort"
+    assert [event.replica_id for event in sink.events] == ["r0", ""]
+    counts = pool.engine.totals()["r0"]
+    assert counts.counts["vllm:prompt_tokens",] == 2
+    assert sum(counts.distributions["triptych:step_seconds", "pool", "1x8"].counts) == 1
