@@ -38,8 +38,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evicted: list[bytes] = []
-        self.pool = BlockPool(NUM_BLOCKS + 1, on_evict=self.evicted.append)
+        # What a listener believes to be findable.
+        self.known: set[bytes] = set()
+        self.pool = BlockPool(NUM_BLOCKS + 1, on_evict=self.known.remove)
         # In the order of allocation: without content, with cheap content, with other content.
         self.free: tuple[list[int], list[int], list[int]] = (list(range(1, NUM_BLOCKS + 1)), [], [])
         self.content: dict[int, list[bytes]] = {}
@@ -88,7 +89,9 @@ class PoolMachine(RuleBasedStateMachine):
         mine = self.content.setdefault(block.block_id, [])
         keys = [key for key in keys if key not in mine]
         known = {key for content in self.content.values() for key in content}
-        assert self.pool.index_block(block, keys, cheap=cheap) == [key for key in keys if key not in known]
+        new = [key for key in keys if key not in known]
+        assert self.pool.index_block(block, keys, cheap=cheap) == new
+        self.known.update(new)
         mine += keys
         (self.cheap.add if cheap else self.cheap.discard)(block.block_id)
 
@@ -140,7 +143,9 @@ class PoolMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.pool.check_integrity()
         assert self.pool.num_free == len(self.all_free)
-        assert set(self.pool.keys) == {key for content in self.content.values() for key in content}
+        assert (
+            set(self.pool.keys) == {key for content in self.content.values() for key in content} == self.known
+        )
 
 
 KINDS = (

@@ -9,7 +9,6 @@ from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
-    expected_tokens,
     make_request,
     make_rig,
     make_sampling,
@@ -46,26 +45,6 @@ def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> Sequen
     return request
 
 
-def test_a_hit_inside_a_block_copies_its_beginning() -> None:
-    """Chunks of 2 in blocks of 8: six of eight tokens are copied, and the source is held until then."""
-    kv = make_cache(FULL, chunk=2, block_size=8)
-    first = prefill(kv, range(20, 28), chunk=2)
-    second = make_sequence([*range(20, 26), 90, 91])
-    assert kv.admit(second)
-    assert second.num_cached == 6
-    source, target = first.tables[0].blocks[0], second.tables[0].blocks[0]
-    assert source is not target
-    assert source.ref_count == 2
-    copies = kv.copies.take()
-    (copy,) = copies
-    assert (copy.group_id, copy.num_tokens, copy.sequence) == (0, 6, second)
-    assert copy.source is source
-    assert copy.target is target
-    assert not kv.copies.take()
-    kv.settle_copies(copies)
-    assert source.ref_count == 1
-
-
 def test_log_probabilities_of_a_prompt_disable_prefix_hits() -> None:
     """The request computes its whole prompt; later requests hit what it computed."""
     kv = make_cache(FULL)
@@ -79,63 +58,6 @@ def test_log_probabilities_of_a_prompt_disable_prefix_hits() -> None:
         kv.prefixes.index_chunk(wanting, start, start + 4)
         wanting.num_computed = start + 4
     assert kv.prefixes.peek(make_sequence(range(20, 41))) == 20
-
-
-def test_without_copies_only_whole_blocks_are_shared() -> None:
-    """A worker that cannot copy blocks gets hits and forks that need no copy, and no others."""
-    kv = make_cache(FULL, chunk=2, block_size=8, copies_blocks=False)
-    origin = prefill(kv, range(20, 34), chunk=2)
-    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
-    used = kv.usage
-    assert not kv.fork(origin, make_sequence(range(20, 34)), 13)
-    assert kv.usage == used
-    whole = make_sequence(range(20, 34))
-    assert kv.fork(origin, whole, 8)
-    assert whole.tables[0].blocks == origin.tables[0].blocks[:1]
-    assert not kv.copies
-
-
-def test_without_copies_windows_in_place_are_neither_kept_nor_hit() -> None:
-    """Every hit on such a window is a copy, so the model's prompts are computed whole."""
-    kv = make_cache(FULL, IN_PLACE, copies_blocks=False)
-    kv.release(prefill(kv, range(20, 33)))
-    assert not kv.stats.kept_windows
-    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 0
-
-
-def test_a_release_before_the_plan_withdraws_the_copies() -> None:
-    """The source block is free again."""
-    kv = make_cache(FULL, chunk=2, block_size=8)
-    kv.release(prefill(kv, range(20, 28), chunk=2))
-    request = make_sequence([*range(20, 26), 90])
-    assert kv.admit(request)
-    kv.release(request)
-    assert not kv.copies
-    assert kv.usage == 0
-
-
-def test_a_hit_is_what_all_groups_can_serve() -> None:
-    """The window in place was kept at 8 and 12 tokens, so a prompt that diverges at 9 hits 8."""
-    kv = make_cache(FULL, PAGED, IN_PLACE)
-    kv.release(prefill(kv, range(20, 33)))
-    assert kv.prefixes.peek(make_sequence(range(20, 40))) == 12
-    assert kv.prefixes.peek(make_sequence([*range(20, 29), 90, 91, 92, 93])) == 8
-    for group in kv.groups:
-        assert group.pool.num_free == group.pool.num_blocks
-
-
-def test_groups_shorten_a_hit_until_all_agree() -> None:
-    """Windows kept at 4 and 12, and at 4 and 8: only 4 tokens are in both groups."""
-    kv = make_cache(IN_PLACE, IN_PLACE)
-    request = prefill(kv, range(20, 33))
-    keys, _ = kv.prefixes.lookup_keys(request)
-    for group, end in zip(kv.groups, (2, 3), strict=True):
-        block = group.pool.lookup(keys[end - 1])
-        assert block is not None
-        group.pool.touch([block])
-        group.pool._forget(block)
-        group.pool.free([block])
-    assert kv.prefixes.peek(request) == 4
 
 
 @pytest.mark.parametrize(("keep", "at_8"), [(KeepJunctions(), 8), (KeepEnds(), 0)])
@@ -166,70 +88,6 @@ def test_cheap_windows_are_evicted_first() -> None:
     kv.release(prefill(kv, range(40, 61)))
     assert kv.prefixes.peek(make_sequence(range(20, 40))) == 8
     assert kv.prefixes.peek(make_sequence(range(40, 70))) == 20
-
-
-def test_a_window_is_found_only_after_its_copy_was_run() -> None:
-    """It is not found before the copy, after a failed step, or after a reset in between."""
-    for done, reset, found in ((True, False, 4), (False, False, 0), (True, True, 0)):
-        kv = make_cache(IN_PLACE)
-        request = make_sequence(range(20, 26))
-        assert kv.admit(request)
-        assert kv.grow(request, 4) is not None
-        kv.prefixes.index_chunk(request, 0, 4)
-        assert kv.prefixes.peek(request) == 0
-        copies = kv.copies.take()
-        if reset:
-            kv.prefixes.reset()
-        kv.settle_copies(copies, done=done)
-        assert kv.prefixes.peek(request) == found
-        kv.release(request)
-        assert kv.usage == 0
-
-
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
-def test_requests_admitted_before_a_reset_are_not_indexed(groups: tuple[KvGroup, ...]) -> None:
-    """Their chunks are never found; chunks of requests admitted later are."""
-    rig = make_rig(groups=groups)
-    prompt = list(range(20, 36))
-    before = rig.submit(make_submission([*prompt, 3], request_id="before", max_tokens=30))
-    rig.step()
-    rig.engine.prefixes.reset()
-    while not before.events:
-        rig.step()
-    assert rig.scheduler.kv.prefixes.peek(make_sequence([*prompt, 4])) == 0
-    assert not any(list(group.pool.keys) for group in rig.scheduler.kv.groups)
-    later = rig.submit(make_submission(prompt, request_id="later", max_tokens=2))
-    while rig.engine.find("later"):
-        rig.step()
-    assert later.events[0].num_cached_tokens == 0
-    assert rig.scheduler.kv.prefixes.peek(make_sequence([*prompt, 4])) == 16
-    rig.run()
-    assert before.tokens == expected_tokens([*prompt, 3], 30)
-    assert later.tokens == expected_tokens(prompt, 2)
-
-
-def test_a_sequence_as_large_as_the_memory_shortens_its_hit() -> None:
-    """All eight blocks are needed and none is left for a copy, so the hit ends at a whole block."""
-    kv = make_cache(FULL, chunk=2, num_blocks=9)
-    kv.release(prefill(kv, range(20, 27), chunk=2))
-    request = make_sequence([*range(20, 26), *range(50, 75)])
-    assert kv.prefixes.peek(request) == 6
-    assert kv.admit(request)
-    assert request.num_cached == 4
-
-
-def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
-    """The origin's own copy stays queued, because the fork copies on from it."""
-    kv = make_cache(FULL, chunk=2, block_size=8)
-    kv.release(prefill(kv, range(20, 28), chunk=2))
-    origin, fork = make_sequence(range(20, 28)), make_sequence(range(20, 28))
-    assert kv.admit(origin)
-    assert kv.fork(origin, fork, origin.num_computed)
-    kv.release(origin)
-    copies = kv.copies.take()
-    first, second = copies
-    assert first.target is second.source
-    assert second.target is fork.tables[0].blocks[0]
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])

@@ -27,47 +27,6 @@ class Cache:
         self.log.flush()
 
 
-def test_a_new_subscriber_gets_a_snapshot_then_every_batch() -> None:
-    """The snapshot has no parents, no tokens and no empty groups."""
-    cache, seen = Cache(first=7), list[Batch]()
-    cache.store(b"a")
-    cache.log.follow(seen.append)
-    cache.store(b"b")
-    assert seen == [
-        Batch(7, (Stored(0, (b"a",), None, ()), Stored(1, (), None, ())), snapshot=True),
-        Batch(8, (Stored(0, (b"b",), b"seed", (1, 2)),)),
-    ]
-
-
-def test_a_returning_subscriber_gets_the_missed_batches() -> None:
-    """Batches resume behind the last number seen."""
-    cache, again = Cache(), list[Batch]()
-    end = cache.log.follow(lambda _: None)
-    cache.store(b"a")
-    end()
-    cache.store(b"b")
-    cache.store(b"c")
-    cache.log.follow(again.append, after=2)
-    assert [(batch.sequence, batch.snapshot) for batch in again] == [(3, False), (4, False)]
-    again.clear()
-    cache.log.follow(again.append, after=4)
-    assert again == []
-
-
-def test_an_unknown_number_gives_a_snapshot() -> None:
-    """The number is too old, or belongs to an earlier life of the replica."""
-    cache = Cache(history=2, first=100)
-    cache.log.follow(lambda _: None)
-    for key in (b"a", b"b", b"c"):
-        cache.store(key)
-    for after, snapshot in ((100, True), (101, False), (99, True), (104, True), (0, True)):
-        seen = list[Batch]()
-        cache.log.follow(seen.append, after=after)
-        assert seen[0].snapshot is snapshot, after
-        if snapshot:
-            assert seen[0].events == (Stored(0, (b"a", b"b", b"c"), None, ()), Stored(1, (), None, ()))
-
-
 def test_consecutive_removals_are_one_event() -> None:
     """They are of one group, with nothing stored in between."""
     cache, seen = Cache(), list[Batch]()
