@@ -4,18 +4,13 @@ import asyncio
 
 import pytest
 
-from protos.errors import Unavailable
 from protos.steps import Decode, Prefill, StepPlan
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
-    RunningScheduler,
-    failure,
     generate_request,
     joined,
-    register,
     run_scheduler,
-    run_worker,
     tokens_of,
 )
 
@@ -69,21 +64,3 @@ async def test_a_new_request_ends_the_steps_that_run() -> None:
         assert isinstance((await next_plan(worker)).work, Decode)
         assert await first == expected_tokens(SHORT, 20)
         assert await second == expected_tokens([6, 7], 4)
-
-
-async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:
-    """Registers a worker; the task ends with its error when the scheduler gives the worker up."""
-    return asyncio.create_task(failure(await register(scheduler, port)))
-
-
-async def test_a_worker_lost_between_the_steps_of_a_plan_costs_no_token() -> None:
-    """A request that loses its worker there continues elsewhere without a gap."""
-    worker = worker_with(die_at_step=5)
-    async with run_scheduler() as scheduler:
-        async with run_worker(worker) as port:
-            gone = await lost(scheduler, port)
-            answer = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-            await decoding(worker)
-            assert isinstance(await gone, Unavailable)
-        async with joined(scheduler, worker_with(), "w2"):
-            assert await answer == expected_tokens(SHORT, 20)

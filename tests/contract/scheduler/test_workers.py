@@ -50,20 +50,6 @@ async def test_waiting_requests_fail_when_no_worker_returns() -> None:
     assert isinstance(from_rpc_error(caught.value), Unavailable)
 
 
-async def test_a_worker_that_hangs_counts_as_lost() -> None:
-    """A worker that exceeds step_timeout_s loses its registration, with the reason."""
-    async with run_scheduler(Settings(step_timeout_s=1.0)) as scheduler, asyncio.timeout(60):
-        worker = FakeWorker()
-        worker.gate.clear()
-        async with run_worker(worker) as port:
-            call = await register(scheduler, port)
-            stream = scheduler.inference.Generate(generate_request())
-            error = await failure(call)
-            stream.cancel()
-    assert isinstance(error, Unavailable)
-    assert "the worker hangs" in error.message
-
-
 async def test_a_worker_that_cannot_copy_blocks_gets_no_copies() -> None:
     """What the worker says once it is configured counts; the scheduler says once what it does without."""
     worker = FakeWorker(

@@ -16,7 +16,6 @@ from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    failure,
     generate_request,
     joined,
     register,
@@ -68,16 +67,6 @@ async def test_the_other_batch_is_sent_before_a_step_is_answered() -> None:
         assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
     assert worker.configured is not None
     assert list(worker.configured.decode_buckets) == [1, 2]
-
-
-async def test_a_worker_that_dies_with_several_plans_loses_no_token() -> None:
-    """All requests in them continue elsewhere."""
-    async with run_scheduler() as scheduler, run_worker(FakeWorker(die_at_step=20)) as port:
-        call = await register(scheduler, port, "w0")
-        asking = asyncio.create_task(answers(scheduler))
-        await failure(call)
-        async with joined(scheduler, FakeWorker(), "w1"):
-            assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
 
 
 async def test_a_worker_that_leaves_answers_all_plans_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,15 +111,6 @@ async def test_a_contradiction_is_refused_by_name(change: dict[str, object], mes
             await asyncio.gather(first.serving(), second.serving())
 
 
-async def test_a_rank_of_another_release_is_refused() -> None:
-    """It may try again: an upgrade replaces one process after the other."""
-    async with run_scheduler() as scheduler:
-        request = FakeRank(rank=1).registration(1)
-        request.schema_revision += 1
-        error = await failure(scheduler.registry.Register(request))
-    assert "the worker speaks schema revision" in error.message
-
-
 async def test_a_rank_that_another_process_has_is_refused() -> None:
     """The refusal names the rank and may be retried: the other process may be dead already."""
     async with run_scheduler() as scheduler, rank_process(scheduler, FakeRank(rank=0)) as first:
