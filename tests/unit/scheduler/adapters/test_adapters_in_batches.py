@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
+from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.requests.request import RequestState
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
@@ -58,17 +58,6 @@ def test_one_batch_mixes_the_base_and_several_adapters() -> None:
     assert ("decode", 4) in rig.device.ran
 
 
-def test_adapters_share_no_prefixes() -> None:
-    """Equal prompts hit the cache under the same adapter only; the base keeps its own."""
-    rig = adapter_rig("a", "b")
-    for number, name in enumerate(["", "a", "b", "a", ""]):
-        submit(rig, f"r{number}", name)
-        rig.run()
-        check(rig, f"r{number}", name)
-    cached = [next(e for e in rig.sinks[f"r{n}"].events if e.first).num_cached_tokens for n in range(5)]
-    assert cached == [0, 0, 0, 4, 4]
-
-
 def test_equal_weights_share_prefixes_after_a_reload() -> None:
     """The digest decides: a reload of the same files hits, other files under the same name do not."""
     rig = adapter_rig("a")
@@ -106,35 +95,6 @@ def test_a_request_waits_for_a_slot_and_blocks_no_other() -> None:
     check(rig, "base")
 
 
-def test_newer_requests_do_not_keep_an_adapter_on_the_device() -> None:
-    """Once an older request waits for the only slot, newer ones of the adapter in it wait behind that."""
-    rig = adapter_rig("a", "b", slots=1)
-    submit(rig, "a0", "a", max_tokens=6)
-    ends = step(rig)
-    submit(rig, "b", "b", max_tokens=4)
-    for number in range(1, 6):  # each would overlap with the one before, so that the slot is never free
-        submit(rig, f"a{number}", "a", max_tokens=6)
-        ends += step(rig, 3)
-    ends += step(rig, 100)
-    assert list(dict.fromkeys(ends))[:2] == ["a0", "b"]
-    for number in range(6):
-        check(rig, f"a{number}", "a", 6)
-    check(rig, "b", "b", 4)
-
-
-def test_more_adapters_than_the_host_holds_take_turns() -> None:
-    """Adapters that no request uses leave the host and come back when a request needs them."""
-    names = ("a", "b", "c", "d", "e")
-    rig = adapter_rig(*names, slots=1, hosts=2)
-    assert len(rig.hosted) == 2
-    for number, name in enumerate(names * 2):
-        submit(rig, f"r{number}", name)
-    rig.run()
-    for number, name in enumerate(names * 2):
-        check(rig, f"r{number}", name)
-    assert rig.scheduler.adapters.num_displaced >= 3
-
-
 def test_a_request_waits_for_its_load_and_blocks_no_other() -> None:
     """While the worker loads an adapter, other requests run."""
     rig = adapter_rig("a", "b", slots=1, hosts=1)
@@ -161,61 +121,6 @@ def test_an_adapter_that_nobody_waits_for_any_more_keeps_no_place() -> None:
     submit(rig, "b", "b")
     rig.run()
     check(rig, "b", "b")
-
-
-def test_a_busy_host_makes_room_for_an_older_request() -> None:
-    """With one place on the host, newer requests of the adapter in it wait behind the one that needs it."""
-    rig = adapter_rig("b", "a", slots=1, hosts=1)
-    submit(rig, "a0", "a", max_tokens=6)
-    ends = step(rig)
-    submit(rig, "b", "b", max_tokens=4)
-    for number in range(1, 6):
-        submit(rig, f"a{number}", "a", max_tokens=6)
-        ends += step(rig, 3)
-    ends += step(rig, 100)
-    assert list(dict.fromkeys(ends))[:2] == ["a0", "b"]
-    for number in range(6):
-        check(rig, f"a{number}", "a", 6)
-
-
-def test_adapters_survive_preemption_and_lost_workers() -> None:
-    """A request keeps its adapter when blocks run out, its replica is lost, and a step fails."""
-    rig = adapter_rig("a", "b", num_blocks=14, shapes=make_shapes(max_model_len=32))
-    for number, name in enumerate(["a", "b", "", "a"]):
-        submit(rig, f"r{number}", name, max_tokens=16)
-    step(rig, 24)
-    assert rig.scheduler.stats.preemptions["memory"]
-    rig.replace_replica()
-    for _ in range(4):
-        rig.step()
-    rig.device.broken = 1
-    rig.run()
-    for number, name in enumerate(["a", "b", "", "a"]):
-        check(rig, f"r{number}", name, 16)
-
-
-def test_an_adapter_that_left_the_host_is_loaded_again() -> None:
-    """The worker refuses the admission for its slot alone: others run on."""
-    rig = adapter_rig("a", slots=1)
-    submit(rig, "base")
-    submit(rig, "r", "a")
-    assert rig.adapters is not None
-    (load_id,) = rig.hosted
-    rig.adapters.store.unload(load_id)
-    rig.run()
-    check(rig, "base")
-    check(rig, "r", "a")
-    assert rig.scheduler.adapters.num_loads == 2
-
-
-def test_sequences_of_a_request_share_its_adapter() -> None:
-    """Forks run with the adapter of their prompt."""
-    rig = adapter_rig("a", "b", slots=1)
-    submit(rig, "r", "a", n=3)
-    submit(rig, "s", "b", n=2)
-    rig.run()
-    check(rig, "r", "a", sequences=3)
-    check(rig, "s", "b", sequences=2)
 
 
 def test_an_urgent_request_preempts_the_users_of_a_slot() -> None:
@@ -252,24 +157,6 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
         rig.engine.adapters.unload("a")
 
 
-def test_a_bad_adapter_is_refused_and_disturbs_no_other() -> None:
-    """The worker's reason is the answer, the name stays free, and nothing stays on the host."""
-    rig = adapter_rig("good", slots=1)
-    rig.sources["bad"] = InvalidArgument("rank 64 is more than --max-lora-rank 16")
-    refusal = rig.load_adapter("bad")
-    assert isinstance(refusal, InvalidArgument)
-    assert "rank 64" in refusal.message
-    with pytest.raises(NotFound):
-        submit(rig, "r", "bad")
-    rig.sources["bad"] = "better"
-    assert isinstance(rig.load_adapter("bad"), Adapter)
-    submit(rig, "good", "good")
-    submit(rig, "bad", "bad")
-    rig.run()
-    check(rig, "good", "good")
-    check(rig, "bad", "better")
-
-
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
@@ -298,15 +185,3 @@ def test_an_adapter_that_cannot_be_loaded_again_fails_its_requests(
     submit(rig, "again", "a")
     rig.run()
     check(rig, "again", "a")
-
-
-def test_names_are_checked() -> None:
-    """A name is an adapter's alone, and replicas without adapters load none."""
-    rig = adapter_rig("a")
-    rig.engine.adapters.registry.served_name = "base"
-    rig.engine.adapters.registry.aliases = ("other",)
-    for name in ("a", "base", "other"):
-        with pytest.raises(InvalidArgument, match=name):
-            rig.load_adapter(name)
-    with pytest.raises(Unsupported, match="--enable-lora"):
-        make_rig().load_adapter("a")

@@ -2,13 +2,10 @@
 
 import itertools
 
-from protos.step_messages import plan_to_proto
-from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.kv_watch import kv_batch_to_proto
-from scheduler_svc.api.messages import event_to_protos, submission_from_proto
+from scheduler_svc.api.messages import submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
-from scheduler_svc.requests.request import Event
 
 
 def request(**sampling: object) -> inference_pb2.GenerateRequest:
@@ -24,21 +21,6 @@ def test_the_scheduler_fills_in_an_id_and_a_seed() -> None:
     assert [field.name for field, _ in one.sampling.params.ListFields()] == ["seed"]
 
 
-def test_sampling_parameters_reach_the_worker_as_the_client_sent_them() -> None:
-    """Each field of the schema passes the scheduler unopened, new ones included."""
-    sent = common_pb2.SamplingParams(
-        temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[3, 5], ignore_eos=True,
-        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={4: 2.0}, allowed_token_ids=[1, 2],
-        bad_words=[common_pb2.TokenSequence(token_ids=[6, 7])], logprobs=3, prompt_logprobs=2,
-        structured_output=common_pb2.StructuredOutput(regex="a+"),
-    )  # fmt: skip
-    assert {field.name for field, _ in sent.ListFields()} == set(sent.DESCRIPTOR.fields_by_name)
-    submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1, 2], sampling=sent))
-    admission = Admission(0, (1, 2), 0, submission.sampling.params, {0: (3,)})
-    (received,) = plan_to_proto(StepPlan(1, admit=(admission,))).admit
-    assert received.sampling == sent
-
-
 def test_fields_that_the_schema_does_not_have_stay_with_the_scheduler() -> None:
     """Nothing bounds their size, so a plan that carried them could exceed the message limit."""
     sent = common_pb2.SamplingParams(seed=1)
@@ -47,18 +29,6 @@ def test_fields_that_the_schema_does_not_have_stay_with_the_scheduler() -> None:
     assert sent.ByteSize() > len(b"junk")
     submission = submission_from_proto(inference_pb2.GenerateRequest(prompt_token_ids=[1], sampling=sent))
     assert submission.sampling.params.SerializeToString() == b"\x28\x01"
-
-
-def only_message(event: Event) -> inference_pb2.GenerateEvent:
-    ((message, _),) = event_to_protos(event)
-    return message
-
-
-def test_an_event_carries_prompt_statistics_only_once() -> None:
-    """Only the first event of a request has them."""
-    first = only_message(Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25))
-    assert (first.prompt.num_tokens, first.prompt.num_cached_tokens, first.prompt.queue_ms) == (7, 4, 250)
-    assert not only_message(Event("r", (5,))).HasField("prompt")
 
 
 def make_keys(count: int) -> tuple[bytes, ...]:
@@ -100,9 +70,3 @@ def test_large_changes_are_cut_between_keys() -> None:
     assert tuple(itertools.chain.from_iterable(one.hashes for one in stored)) == keys
     removed = [event.removed for event in events[len(stored) :]]
     assert tuple(itertools.chain.from_iterable(one.hashes for one in removed)) == keys
-
-
-def test_a_small_batch_is_one_message() -> None:
-    """A snapshot of an empty cache is a message, too."""
-    (part,) = kv_batch_to_proto("r", Batch(7, (), snapshot=True), 4)
-    assert (part.sequence, part.snapshot, part.more, len(part.events)) == (7, True, False, 0)

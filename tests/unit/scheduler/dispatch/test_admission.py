@@ -16,19 +16,15 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import Placer
-from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
     EOS,
-    ListSink,
     Rig,
     expected_tokens,
-    make_pool_submission,
     make_rig,
     make_sampling,
     make_shapes,
@@ -89,27 +85,6 @@ def test_ids_are_unique_among_live_requests_only() -> None:
     rig.submit(make_submission())
 
 
-def test_the_queue_is_bounded_by_requests() -> None:
-    """Running requests do not count towards the limit."""
-    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting=2)
-    rig.submit(make_submission(request_id="running"))
-    rig.step()
-    for name in "ab":
-        rig.submit(make_submission(request_id=name))
-    with pytest.raises(Overloaded, match="2 requests with 6 tokens are waiting") as caught:
-        rig.submit(make_submission(request_id="c"))
-    assert caught.value.retry_after_ms > 0
-
-
-def test_the_queue_is_bounded_by_tokens() -> None:
-    """An empty queue accepts a prompt of any length."""
-    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=10)
-    rig.submit(make_submission(request_id="running"))
-    rig.submit(make_submission([5] * 20, request_id="long"))
-    with pytest.raises(Overloaded):
-        rig.submit(make_submission(request_id="short"))
-
-
 _numbers = itertools.count()
 
 
@@ -160,27 +135,6 @@ def test_requests_that_wait_for_a_prefix_count_with_their_tokens() -> None:
     assert rig.engine.load().num_waiting_tokens == 3 * 33
     rig.run()
     assert (rig.engine.num_waiting, rig.engine.load().num_waiting_tokens) == (0, 0)
-
-
-def test_before_the_first_replica_requests_are_unavailable() -> None:
-    """They are refused with a retryable error."""
-    engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
-    with pytest.raises(Unavailable, match="no worker is ready yet"):
-        engine.submit(make_submission(), ListSink())
-
-
-def test_suspending_the_engine_fails_waiting_requests() -> None:
-    """Every waiting request fails, and a new one is refused until a replica attaches."""
-    rig = make_rig()
-    rig.engine.detach("replica-0", Loss.DIED)
-    sinks = [rig.submit(make_submission(request_id=name)) for name in "ab"]
-    assert rig.engine.suspend(Unavailable("gone")) == 2
-    assert all(sink.events[-1].error is not None for sink in sinks)
-    assert not rig.step()
-    with pytest.raises(Unavailable, match="no worker is ready yet"):
-        rig.submit(make_submission(request_id="c"))
-    rig.start()
-    rig.submit(make_submission(request_id="d"))
 
 
 def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> None:
@@ -273,14 +227,3 @@ def test_min_tokens_beyond_the_memory_is_refused() -> None:
     with pytest.raises(ContextExceeded, match="and min_tokens=23; ask for less"):
         rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))
     rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=22)))
-
-
-def test_a_generating_engine_refuses_pooling_requests() -> None:
-    """The refusal is retryable only while the kind of model is unknown."""
-    engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
-    with pytest.raises(Unavailable, match="no worker is ready yet"):
-        engine.submit(make_pool_submission(), ListSink())
-    rig = make_rig()
-    rig.engine.suspend(Unavailable("gone"))
-    with pytest.raises(Unsupported, match="call Generate or Connect"):
-        rig.engine.submit(make_pool_submission(), ListSink())

@@ -16,8 +16,6 @@ from tests.support.scheduler.factories import (
 )
 from tests.support.scheduler.second_replica import add_replica, run
 
-PREFIX = list(range(20, 36))
-
 
 def place_of(rig: Rig, name: str) -> str | None:
     request = rig.engine.find(name)
@@ -35,21 +33,6 @@ def test_requests_spread_over_replicas() -> None:
     run(rig, second)
     for index in range(8):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6], 8)
-
-
-def test_a_failing_replica_is_the_last_choice() -> None:
-    """An empty replica whose last step failed gets requests only when no other replica has a slot."""
-    rig = make_rig()
-    failing = True
-    second = add_replica(rig, failing=lambda: failing)
-    for index in range(5):
-        rig.submit(make_submission([5 + index, 6], request_id=f"r{index}"))
-    assert (rig.scheduler.num_running, second.scheduler.num_running) == (4, 1)
-    run(rig, second)
-    failing = False
-    for index in range(2):
-        rig.submit(make_submission([5 + index, 6], request_id=f"s{index}"))
-    assert (rig.scheduler.num_running, second.scheduler.num_running) == (1, 1)
 
 
 def test_a_request_goes_where_its_prefix_is() -> None:
@@ -83,17 +66,6 @@ def test_a_prefix_that_is_being_computed_counts_as_cached() -> None:
     assert rig.device.prefilled + second.device.prefilled == 42
 
 
-def test_load_outweighs_a_short_prefix() -> None:
-    """Four cached tokens are not worth waiting behind a long prompt."""
-    rig = make_rig()
-    rig.submit(make_submission([20, 21, 22, 23, 90], request_id="warm", max_tokens=1))
-    rig.run()
-    rig.submit(make_submission(range(30, 85), request_id="long", max_tokens=5))
-    add_replica(rig)
-    rig.submit(make_submission([20, 21, 22, 23, 91], request_id="short"))
-    assert place_of(rig, "short") == "replica-1"
-
-
 def test_a_request_is_placed_only_where_its_full_length_fits() -> None:
     """A small free replica does not get a request if the output would not fit."""
     rig = make_rig(num_blocks=17)
@@ -104,28 +76,6 @@ def test_a_request_is_placed_only_where_its_full_length_fits() -> None:
     run(rig, second)
     for index in range(5):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6, 7], 50)
-
-
-def test_requests_of_a_lost_replica_continue_on_the_others() -> None:
-    """Running and deferred requests continue with the tokens they have."""
-    rig = make_rig()
-    second = add_replica(rig)
-    prompts = {f"r{index}": [*PREFIX, 40 + index] for index in range(4)}
-    for name, prompt in prompts.items():
-        rig.submit(make_submission(prompt, request_id=name, max_tokens=6))
-    home = place_of(rig, "r0")
-    at_home = [name for name in prompts if place_of(rig, name) == home]
-    assert len(at_home) > 1
-    for _ in range(3):
-        rig.step()
-        second.step()
-    assert home is not None
-    assert rig.engine.detach(home, Loss.DIED).num_requeued == len(at_home)
-    other = rig if home == "replica-1" else second
-    while other.step():
-        rig.engine.dispatch()
-    for name, prompt in prompts.items():
-        assert rig.sinks[name].tokens == expected_tokens(prompt, 6)
 
 
 def test_a_new_replica_takes_waiting_requests_at_once() -> None:
@@ -153,21 +103,6 @@ def test_preemption_happens_on_the_replica_with_less_urgent_requests() -> None:
     assert place_of(rig, "urgent") == "replica-1"
     assert second.scheduler.stats.preemptions["priority"] == 1
     assert not rig.scheduler.stats.preemptions
-
-
-def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
-    """The sequences of one request run on replicas with different numbers of slots."""
-    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)))
-    second = add_replica(rig, shapes=make_shapes(max_num_seqs=4))
-    rig.submit(make_submission([9], request_id="first", max_tokens=20))
-    sink = rig.submit(make_submission([5, 6, 7, 8], request_id="r", n=8))
-    while second.scheduler.num_running < 4:
-        second.step()
-    rig.engine.abort("first")
-    run(rig, second)
-    assert rig.device.prefilled > 1
-    for sequence in range(8):
-        assert sink.tokens_of(sequence) == expected_tokens([5, 6, 7, 8], 8, sequence)
 
 
 @pytest.mark.parametrize("reached", [True, False])

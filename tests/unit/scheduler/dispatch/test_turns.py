@@ -11,8 +11,6 @@ from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
-    ListSink,
-    Rig,
     expected_tokens,
     make_rig,
     make_shapes,
@@ -20,14 +18,6 @@ from tests.support.scheduler.factories import (
 )
 
 ONE_SLOT = make_shapes(max_num_seqs=1, buckets=(1,))
-
-
-def first_tokens(rig: Rig, names: list[str]) -> list[str]:
-    """Runs all requests; returns their names in the order of their first tokens."""
-    order: list[str] = []
-    while rig.step():
-        order += [name for name in names if rig.sinks[name].events and name not in order]
-    return order
 
 
 def test_a_more_urgent_request_preempts_a_running_one() -> None:
@@ -131,17 +121,6 @@ def test_an_aged_request_that_is_preempted_does_not_loop() -> None:
     assert urgent.tokens == expected_tokens([9, 8], 3)
 
 
-def test_waiting_makes_a_request_more_urgent() -> None:
-    """A request that waited several ageing times overtakes a newer one; without ageing it does not."""
-    for ageing, first in ((10.0, "old"), (None, "new")):
-        rig = make_rig(ONE_SLOT, order=PriorityFairOrder(ageing))
-        rig.submit(make_submission(request_id="running", priority=-9, max_tokens=8))
-        rig.submit(make_submission([9], request_id="old", priority=2, max_tokens=2))
-        rig.now = 35.0
-        rig.submit(make_submission([8], request_id="new", priority=0, max_tokens=2))
-        assert first_tokens(rig, ["old", "new"])[0] == first
-
-
 @pytest.mark.parametrize("length", [7, 30])
 def test_an_endless_urgent_load_starves_no_request(length: int) -> None:
     """With ageing, a less urgent request runs in bounded time although urgent requests fill all slots."""
@@ -193,30 +172,6 @@ def test_ageing_also_orders_the_chunks_of_running_requests() -> None:
     assert low.tokens == expected_tokens(range(50, 62), 1)
 
 
-def test_tenants_alternate() -> None:
-    """A tenant with two requests does not wait behind the flood of another tenant."""
-    rig = make_rig(ONE_SLOT)
-    names = [f"flood{index}" for index in range(8)]
-    for index, name in enumerate(names):
-        rig.submit(make_submission([3 + index, 4, 5], request_id=name, tenant="flood", max_tokens=2))
-    for index in range(2):
-        rig.submit(make_submission([30 + index, 4, 5], request_id=f"few{index}", tenant="few", max_tokens=2))
-    order = first_tokens(rig, [*names, "few0", "few1"])
-    assert order.index("few0") == 1
-    assert order.index("few1") == 3
-
-
-def test_a_tenant_s_weight_is_its_share_of_tokens() -> None:
-    """A tenant of weight 3 gets three times the tokens of a tenant of weight 1."""
-    rig = make_rig(ONE_SLOT, order=PriorityFairOrder(None, {"paid": 3.0}))
-    names = [f"{tenant}{index}" for index in range(9) for tenant in ("paid", "free")]
-    rig.submit(make_submission(request_id="running", tenant="other", max_tokens=2))
-    for index, name in enumerate(names):
-        rig.submit(make_submission([3 + index, 4, 5], request_id=name, tenant=name[:4], max_tokens=2))
-    served = [name[:4] for name in first_tokens(rig, names)[:9]]
-    assert 6 <= served.count("paid") <= 7
-
-
 @pytest.mark.parametrize("lost", [False, True])
 def test_computing_again_is_charged_to_nobody(lost: bool) -> None:
     """A preemption or a lost worker costs the tenant no share: prompt and output count once."""
@@ -230,29 +185,3 @@ def test_computing_again_is_charged_to_nobody(lost: bool) -> None:
         rig.submit(make_submission([9, 8], request_id="urgent", tenant="b", max_tokens=2))
     rig.run()
     assert rig.engine.waiting.tenants["a"] == 3 + 8  # two of ten tokens come with chunks
-
-
-def test_a_blocked_queue_continues_after_a_release() -> None:
-    """With memory for one request, the second is admitted after the first one ends."""
-    rig = make_rig(num_blocks=9)
-    rig.submit(make_submission(range(20, 40), request_id="a", max_tokens=4))
-    rig.submit(make_submission(range(50, 70), request_id="b", max_tokens=4))
-    rig.step()
-    assert (rig.engine.num_running, len(rig.engine.waiting)) == (1, 1)
-    while rig.engine.find("a") is not None:
-        rig.step()
-    rig.step()
-    assert rig.engine.num_running == 1
-    rig.run()
-    assert rig.sinks["b"].tokens == expected_tokens(range(50, 70), 4)
-
-
-def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:
-    """The request does not also reserve the cached block that it would copy from."""
-    rig = make_rig(make_shapes(chunk=2, block_size=4), num_blocks=9)
-    rig.submit(make_submission(range(20, 27), request_id="a", max_tokens=1))
-    rig.run()
-    prompt = [*range(20, 26), *range(50, 75)]
-    sink: ListSink = rig.submit(make_submission(prompt, request_id="b", max_tokens=1))
-    rig.run()
-    assert sink.tokens == expected_tokens(prompt, 1)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from protos.errors import Internal
 from protos.steps import Decode, GroupKind, Prefill, StepPlan, StepResult, slots_of
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
@@ -219,52 +218,3 @@ def test_requests_move_to_a_stage_that_has_become_idle() -> None:
     assert [len(batch.members) for batch in rig.scheduler._decoding._batches] == [1, 1]
     worker.run(lambda: rig.scheduler.idle)
     assert [len(rig.sinks[f"r{index}"].tokens) for index in range(4)] == [100, 10, 100, 10]
-
-
-def test_a_request_is_preempted_while_its_step_is_in_flight() -> None:
-    """Blocks run out. The victim's outstanding token is dropped, and it computes it again later."""
-    rig = pipeline(2, slots=4, num_blocks=1 + 8)
-    worker = worker_of(rig)
-    submit(rig, *[24] * 4)
-    worker.run(lambda: rig.scheduler.idle)
-    assert rig.scheduler.stats.preemptions["memory"] >= 1
-    for index in range(4):
-        assert rig.sinks[f"r{index}"].tokens == expected_tokens([3 + index * 7 % 90], 24)
-
-
-def test_sequences_fork_while_other_requests_are_in_flight() -> None:
-    """Also from a window that slides in place: only the origin itself must have no step in flight."""
-    rig = pipeline(2, groups=[FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)], num_blocks=200)
-    worker = worker_of(rig)
-    submit(rig, 60, 60)
-    settle(rig, worker, 2)
-    prompt = [5, 6, 7] * 5
-    sink = rig.submit(make_submission(prompt, request_id="three", max_tokens=6, n=3))
-    worker.run(lambda: rig.scheduler.idle)
-    assert rig.scheduler.stats.forks == 2
-    assert [sink.tokens_of(index) for index in range(3)] == [
-        expected_tokens(prompt, 6, index) for index in range(3)
-    ]
-
-
-def test_a_failed_step_makes_suspects_that_run_with_nothing_else_in_flight() -> None:
-    """The other batch's step, sent before, is answered as usual."""
-    rig = pipeline(2, slots=4)
-    worker = worker_of(rig)
-    submit(rig, *[30] * 4)
-    settle(rig, worker, 4)
-    first, plan, _ = worker.in_flight.popleft()
-    rig.now = first
-    rig.scheduler.update(StepResult(plan.step, error=Internal("broken")))
-    suspects = {request.request_id for request in rig.engine.live() if request.suspect}
-    assert len(suspects) == 2
-
-    def alone_or_without_suspects() -> bool:
-        for step in rig.scheduler._in_flight:
-            mine = [request for request in step.runs if request.suspect]
-            assert not mine or (len(mine) == len(step.requests) == 1 and len(rig.scheduler._in_flight) == 1)
-        return rig.scheduler.idle
-
-    worker.run(alone_or_without_suspects)
-    for index in range(4):
-        assert rig.sinks[f"r{index}"].tokens == expected_tokens([3 + index * 7 % 90], 30)

@@ -59,18 +59,6 @@ def test_many_sequences_with_long_lists_come_in_several_plans() -> None:
         assert sink.tokens_of(sequence) == expected_tokens(PROMPT, 4, sequence)
 
 
-def test_sequences_of_a_request_share_one_object_of_parameters() -> None:
-    """Only the first, which asks for prompt log-probabilities, has its own; plans translate each once."""
-    rig = make_rig()
-    rig.submit(make_submission(n=4, sampling=make_sampling(prompt_logprobs=0)))
-    admitted = [admission for plan in rig.run() for admission in plan.admit]
-    assert admitted[0].sampling.HasField("prompt_logprobs")
-    assert len({id(admission.sampling) for admission in admitted[1:]}) == 1
-    assert not admitted[1].sampling.HasField("prompt_logprobs")
-    sent = plan_to_proto(StepPlan(1, None, admit=tuple(admitted))).admit
-    assert [one.sampling.HasField("prompt_logprobs") for one in sent] == [True, False, False, False]
-
-
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -8,7 +8,6 @@ from protos.errors import Internal
 from protos.steps import Decode, GroupKind, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
-    EOS,
     FULL,
     Rig,
     expected_tokens,
@@ -121,14 +120,6 @@ def test_rows_that_need_blocks_at_different_steps_share_long_plans(num_rows: int
     assert sum(steps_of(plans)) / len(plans) > 31
 
 
-def test_decode_steps_before_a_chunk_share_a_plan() -> None:
-    """Where three steps come between two chunks, one plan has them."""
-    rig = replica(decode_steps_per_chunk=3)
-    decoding(rig, 30)
-    rig.submit(make_submission(range(3, 3 + 3 * CHUNK), request_id="b", max_tokens=2))
-    assert steps_of([plan for _ in range(5) for plan in rig.step()])[-2:] == [3, 3]
-
-
 def test_the_steps_between_two_chunks_are_not_interrupted() -> None:
     """The second chunk is sent after them, so as many run as the setting says."""
     rig = replica(decode_steps_per_chunk=3)
@@ -152,23 +143,6 @@ def test_chunks_follow_one_another_where_no_row_can_decode() -> None:
     for index in range(3):
         rig.submit(make_submission([5 + index] * 4, request_id=f"r{index}", max_tokens=1))
     assert [isinstance(planned(rig).work, Prefill) for _ in range(2)] == [True, True]
-
-
-def test_a_row_that_ends_in_a_result_of_several_steps_leaves_the_others_their_columns() -> None:
-    """What the worker computed for it meanwhile is dropped."""
-    rig = replica()
-    decoding(rig, 30, 30)
-    plan = planned(rig)
-    assert isinstance(plan.work, Decode)
-    first, second = (rig.scheduler._slots.at(slot) for slot in plan.work.slots)
-    assert first is not None
-    assert second is not None
-    held = list(second.token_ids)
-    rows = [9, 19, EOS, 29, 11, 39]
-    rig.scheduler.update(StepResult(plan.step, rows, num_steps=3, last=False))
-    assert first.slot is None
-    assert first.token_ids[-2:] == [9, EOS]
-    assert second.token_ids == [*held, 19, 29, 39]
 
 
 # ---- several plans in flight ----
@@ -236,25 +210,6 @@ def test_a_chunk_and_a_decode_step_are_in_flight_together() -> None:
         assert {type(running.work), type(behind.work)} == {Prefill, Decode}
         answer(rig, running)
         running = behind
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("stop_at", [1, 4, 11])
-def test_a_request_that_stops_by_itself_harms_no_other(lag: int, stop_at: int) -> None:
-    """A stop token is unknown when the next plan is sent. Its slot's results are then ignored."""
-    rig = replica(lag=lag, most_plans=1000)
-    tokens = [expected_tokens([5 + index, 6, 7], 30) for index in range(3)]
-    for index in range(3):
-        stops = () if index else (tokens[0][stop_at],)
-        rig.submit(
-            make_submission(
-                [5 + index, 6, 7], request_id=f"r{index}", max_tokens=30, stop_token_ids=stops
-            )
-        )  # fmt: skip
-    rig.run()
-    assert rig.sinks["r0"].tokens == tokens[0][: stop_at + 1]
-    assert [rig.sinks[f"r{index}"].tokens for index in (1, 2)] == tokens[1:]
-    assert EOS not in tokens[0]
 
 
 # ---- ends before the last step ----
@@ -334,21 +289,6 @@ def test_steps_that_did_not_run_bring_no_chunk_forward() -> None:
     assert num_steps_run(rig) - before == 5
 
 
-def test_blocks_of_steps_that_did_not_run_are_used_later() -> None:
-    """What was granted and did not run is granted again, from where the requests really are."""
-    rig = replica()
-    decoding(rig, 40)
-    first, second = planned(rig), planned(rig)
-    answer(rig, first, 3)
-    answer(rig, second)
-    third = planned(rig)
-    assert not third.grow, "the blocks for these steps are there"
-    answer(rig, third, STEPS)
-    rig.run()
-    assert rig.sinks["r0"].tokens == expected_tokens([5], 40)
-    assert rig.scheduler.kv.groups[0].pool.num_free == rig.scheduler.kv.groups[0].pool.num_blocks
-
-
 def test_more_results_than_steps_are_an_error() -> None:
     """The replica refuses the extra result."""
     rig = replica(2)
@@ -365,17 +305,6 @@ def test_a_result_of_several_steps_needs_all_of_their_tokens() -> None:
     decoding(rig, 20, 20)
     with pytest.raises(Internal, match=r"2 steps of plan .* gave 3 tokens for 2 rows"):
         rig.scheduler.update(StepResult(planned(rig).step, (7, 8, 9), num_steps=2))
-
-
-def test_a_lost_worker_loses_no_token_of_a_plan() -> None:
-    """The requests continue on another replica with the tokens that they have."""
-    rig = replica()
-    decoding(rig, 20)
-    answer(rig, planned(rig), 3, last=False)
-    planned(rig)
-    rig.replace_replica()
-    rig.run()
-    assert rig.sinks["r0"].tokens == expected_tokens([5], 20)
 
 
 def test_a_block_that_fills_can_be_found_before_its_request_ends() -> None:
@@ -402,19 +331,6 @@ def test_after_a_failure_nothing_is_sent_until_all_is_answered() -> None:
     assert rig.scheduler.next_plan() is None
     rig.scheduler.update(StepResult(second.step, num_steps=0))
     assert rig.scheduler.next_plan() is not None
-
-
-def test_draining_waits_for_what_is_in_flight() -> None:
-    """The requests then get all of their tokens."""
-    rig = replica()
-    decoding(rig, 40)
-    first, second = planned(rig), planned(rig)
-    rig.scheduler.drain()
-    answer(rig, first, STEPS)
-    assert rig.scheduler.next_plan() is None
-    answer(rig, second, STEPS)
-    rig.run()
-    assert rig.sinks["r0"].tokens == expected_tokens([5], 40)
 
 
 def test_work_that_failed_or_was_skipped_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

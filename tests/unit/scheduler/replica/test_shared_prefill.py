@@ -1,14 +1,10 @@
 """Requests that share a prefix while it is being computed."""
 
-from dataclasses import replace
-
 import pytest
 
-from protos.errors import Internal, InvalidArgument
-from protos.steps import GroupKind, SlotOutput
-from scheduler_svc.replica.suspects import Loss
+from protos.errors import InvalidArgument
+from protos.steps import GroupKind
 from scheduler_svc.requests.request import RequestState
-from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
@@ -127,31 +123,6 @@ def test_when_the_first_request_leaves_the_others_go_on(groups: tuple[KvGroup, .
     assert rig.engine.num_waiting == 0
 
 
-def test_a_deferred_request_can_be_aborted() -> None:
-    """Before or after the prefix is computed, the other requests are not affected."""
-    rig = make_rig()
-    for name in "abc":
-        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
-    assert rig.engine.abort("b")
-    assert rig.sinks["b"].events[-1].finish_reason is FinishReason.ABORT
-    assert rig.engine.num_waiting == 1
-    rig.run()
-    assert rig.sinks["c"].tokens == expected_tokens([*SHARED, ord("c") - 50], 3)
-
-
-def test_a_lost_replica_returns_its_deferred_requests() -> None:
-    """All three start again on another replica and share the prefix there."""
-    rig = make_rig()
-    for name in "abc":
-        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
-    rig.step()
-    assert rig.replace_replica() == 3
-    rig.run()
-    assert rig.device.prefilled == 16 + 3
-    for name in "abc":
-        assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
-
-
 def test_a_request_does_not_wait_behind_a_less_urgent_one() -> None:
     """It computes the prefix itself and ends first."""
     rig = make_rig(num_blocks=200)
@@ -168,14 +139,6 @@ def test_a_request_does_not_wait_behind_a_less_urgent_one() -> None:
     rig.run()
     assert rig.sinks["urgent"].tokens == expected_tokens([*owner[:20], 9], 1)
     assert rig.sinks["owner"].tokens == expected_tokens(owner, 1)
-
-
-def test_requests_with_different_salts_do_not_wait() -> None:
-    """They share no prefix."""
-    rig = make_rig()
-    for name in "ab":
-        rig.submit(make_submission([*SHARED, 50], request_id=name, cache_salt=name))
-    assert rig.engine.num_running == 2
 
 
 def test_without_prefix_caching_no_request_waits() -> None:
@@ -195,23 +158,3 @@ def test_a_deferred_request_waits_for_the_copy_of_an_in_place_window() -> None:
     assert state(rig, "b") is RequestState.DEFERRED
     rig.run()
     assert rig.sinks["b"].events[0].num_cached_tokens == 8
-
-
-def test_a_request_that_waits_for_a_copy_survives_a_result_that_cannot_be_applied() -> None:
-    """The worker names a slot that does not exist, and is lost; the request goes on elsewhere."""
-    rig = make_rig(
-        make_shapes(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),), max_worker_losses=9
-    )  # fmt: skip
-    for name in "ab":
-        rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))
-    rig.step()
-    plan = rig.scheduler.next_plan()
-    assert plan is not None
-    assert state(rig, "b") is RequestState.DEFERRED
-    result = rig.device.run(plan)
-    with pytest.raises(IndexError):
-        rig.scheduler.update(replace(result, outputs=(SlotOutput(99, error=Internal("no such slot")),)))
-    rig.replace_replica(loss=Loss.FAULT)
-    rig.run()
-    for name in "ab":
-        assert len(rig.sinks[name].tokens) == 2

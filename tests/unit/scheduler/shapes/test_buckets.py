@@ -47,28 +47,6 @@ def test_manual_buckets_may_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"strategy": "exp", "max_batch": 0}, "at least 1"),
-        ({"strategy": "exp", "max_batch": 8, "step": 1}, "step must be at least 2"),
-        ({"strategy": "linear", "max_batch": 8, "step": 0}, "step must be at least 1"),
-        ({"strategy": "exp", "max_batch": 8, "minimum": 9}, "between 1 and the largest batch 8"),
-        ({"strategy": "exp", "max_batch": 8, "minimum": 0}, "between 1"),
-        ({"strategy": "exp", "max_batch": 8, "limit": 0}, "number of buckets"),
-        ({"strategy": "fibonacci", "max_batch": 8}, "unknown bucket strategy"),
-        ({"strategy": "manual", "max_batch": 8}, "need a list"),
-        ({"strategy": "manual", "max_batch": 8, "manual": (0, 8)}, "at least 1"),
-        ({"strategy": "manual", "max_batch": 8, "manual": (16, 4)}, "must equal the largest batch 8, not 16"),
-        ({"strategy": "manual", "max_batch": 8, "manual": (1, 4)}, "must equal the largest batch 8"),
-    ],
-)
-def test_a_bad_setting_is_refused_with_its_rule(arguments: dict[str, object], message: str) -> None:
-    """The message names the broken rule."""
-    with pytest.raises(ValueError, match=message):
-        decode_buckets(**arguments)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ({"strategy": "exponential", "chunk": 512, "block_size": 16}, (64, 128, 256, 512)),
@@ -84,27 +62,6 @@ def test_a_bad_setting_is_refused_with_its_rule(arguments: dict[str, object], me
 def test_prefill_buckets_line_up_with_blocks(arguments: dict[str, Any], expected: tuple[int, ...]) -> None:
     """They end at the chunk; sizes off the grid of blocks are left out."""
     assert prefill_buckets(**arguments) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"strategy": "manual", "manual": (96, 512)},
-            "prefill bucket 96 and block_size 64 must divide one another",
-        ),
-        (
-            {"strategy": "manual", "manual": (64,)},
-            "the largest manual prefill bucket must equal the largest chunk 512",
-        ),
-        ({"strategy": "manual"}, "manual prefill buckets need a list"),
-        ({"strategy": "exp", "step": 1}, "the prefill bucket step must be at least 2"),
-    ],
-)
-def test_bad_prefill_buckets_are_refused(arguments: dict[str, Any], message: str) -> None:
-    """The text names the kind of bucket and the rule."""
-    with pytest.raises(ValueError, match=message):
-        prefill_buckets(**{"chunk": 512, "block_size": 64, **arguments})
 
 
 @given(st.sampled_from(["exp", "linear"]), st.integers(1, 300), st.integers(2, 9), st.integers(1, 20))

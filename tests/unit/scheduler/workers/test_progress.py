@@ -1,8 +1,6 @@
 """When a replica that computes nothing is told to start over, and when it is lost."""
 
-import pytest
-
-from scheduler_svc.workers.progress import LONGEST_S, MOST_IN_A_ROW, ProgressWatch, Stall, Stalled
+from scheduler_svc.workers.progress import LONGEST_S, MOST_IN_A_ROW, ProgressWatch, Stall
 
 
 class Watched:
@@ -21,25 +19,12 @@ class Watched:
         return starts
 
 
-def test_so_many_results_in_a_row_are_a_stall() -> None:
-    """The first one makes the replica start over, and is told once."""
-    watched = Watched()
-    assert watched.idle(MOST_IN_A_ROW) == [False] * (MOST_IN_A_ROW - 1) + [True]
-    assert watched.changes == [Stall.EMPTY]
-
-
 def test_a_stall_is_found_within_a_second() -> None:
     """Few results suffice if they take long."""
     watched = Watched()
     while not watched.idle(1, each_s=0.15)[0]:
         assert watched.now < 1.0
     assert watched.now >= LONGEST_S
-
-
-def test_requests_without_a_plan_are_found_as_soon() -> None:
-    """Each look counts, so two of them are enough."""
-    watched = Watched()
-    assert watched.idle(2, Stall.UNPLANNED, each_s=LONGEST_S) == [False, True]
 
 
 def test_results_around_a_slow_step_are_no_stall() -> None:
@@ -76,12 +61,3 @@ def test_a_computed_step_ends_a_stall() -> None:
     watched.watch.computed()
     assert watched.idle(MOST_IN_A_ROW)[-1]
     assert watched.changes == [Stall.EMPTY, None, Stall.EMPTY]
-
-
-def test_a_second_stall_without_a_step_loses_the_replica() -> None:
-    """The error says what the replica did instead of computing."""
-    watched = Watched()
-    watched.idle(MOST_IN_A_ROW)
-    with pytest.raises(Stalled, match="unplanned"):
-        watched.idle(2, Stall.UNPLANNED, each_s=LONGEST_S)
-    assert watched.changes == [Stall.EMPTY, Stall.UNPLANNED]
