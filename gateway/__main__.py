@@ -18,7 +18,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.http.listeners import ServerTls, listen, unix_listener
-from gateway.http.protocol import BoundedProtocol
+from gateway.http.protocol import BoundedProtocol, PacedStarts
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
@@ -99,6 +99,7 @@ def http_config(settings: Settings, app: Any, tls: ServerTls | None) -> uvicorn.
         read_timeout_s=settings.read_timeout_s,
         write_timeout_s=settings.write_timeout_s,
         unread=app.state.context.unread,
+        starts=PacedStarts(),
     )
     return uvicorn.Config(
         app,

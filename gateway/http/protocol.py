@@ -1,7 +1,9 @@
 """HTTP connections: uvicorn's protocol, with bounds on the memory and time of clients."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import httptools
@@ -26,6 +28,9 @@ _RETRY_AFTER_MS: Final = 1000
 
 # Seconds between two looks at a reader that does not keep up.
 _LOOK_S: Final = 1.0
+
+# Requests that begin in one turn of the event loop; each takes about a millisecond.
+_STARTS_PER_TURN: Final = 8
 
 # Headers and tokens with which a client offers another protocol.
 _OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})
@@ -70,6 +75,25 @@ class BodyWriter:
     def write(self, part: bytes) -> None:
         """Writes a part, which is not empty, while :meth:`is_ready`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class PacedStarts:
+    """Begins a few requests in each turn of the event loop, so that a burst delays no running stream."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, start: Callable[[], None]) -> None:
+        """Calls ``start`` in the loop's next turn, or in a later one if many wait."""
+        self._waiting.append(start)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        for _ in range(min(_STARTS_PER_TURN, len(self._waiting))):
+            self._waiting.popleft()()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
 
 
 class DecliningParser:
@@ -130,7 +154,13 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *args: Any, read_timeout_s: float, write_timeout_s: float, unread: UnreadLimits, **kwargs: Any
+        self,
+        *args: Any,
+        read_timeout_s: float,
+        write_timeout_s: float,
+        unread: UnreadLimits,
+        starts: PacedStarts,
+        **kwargs: Any,
     ) -> None:
         """Prepares the connection.
 
@@ -139,6 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
             read_timeout_s: how long a client may take to send a request's head.
             write_timeout_s: how long unsent bytes may wait for a slow reader.
             unread: bounds the unsent bytes of all slow readers.
+            starts: paces new requests of all connections.
             **kwargs: uvicorn's arguments.
         """
         super().__init__(*args, **kwargs)
@@ -156,6 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # Bytes that the client had not read when it last read, and the loop's time then.
         self._left, self._read_s = 0, 0.0
         self._unread = unread.reader(self._cut_off)
+        self._starts = starts
         # Of the request that is being answered. uvicorn has only that of the newest one.
         self._running: Any = None
         self.parser: Any = DecliningParser(self._new_parser, self._plain_head)
@@ -283,7 +315,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._running = cycle
         cycle.scope[_BODY_WRITER] = BodyWriter(cycle)
         # uvicorn's own answer at its limit is neither JSON nor has it Retry-After.
-        super()._start_asgi_task(cycle, too_many_connections if app is service_unavailable else app)  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ
+        if app is service_unavailable:
+            app = too_many_connections
+        self._starts.add(partial(super()._start_asgi_task, cycle, app))  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

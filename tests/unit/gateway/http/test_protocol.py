@@ -1,0 +1,19 @@
+"""Connections of HTTP clients."""
+
+import asyncio
+
+from gateway.http.protocol import PacedStarts
+
+
+async def test_a_burst_of_requests_begins_over_several_turns_of_the_loop() -> None:
+    """Other work of the loop runs between the starts of a burst, which keep their order."""
+    starts, begun, turns = PacedStarts(), list[int](), 0
+    for index in range(100):
+        starts.add(lambda index=index: begun.append(index))  # type: ignore[misc]
+    while len(begun) < 100:
+        before = len(begun)
+        await asyncio.sleep(0)
+        turns += 1
+        assert len(begun) - before <= 10
+    assert begun == list(range(100))
+    assert turns >= 10
