@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -41,6 +41,7 @@ _BATCH_SIZES: Final = tuple(2**n for n in range(13))
 _REPLICA: Final = ("model_name", "engine")
 
 _Samples = dict[tuple[str, ...], float]
+_Labels = TypeVar("_Labels", bound=tuple[str, ...])
 
 
 class _Family(NamedTuple):
@@ -209,9 +210,9 @@ class SchedulerMetrics(Collector):
             {(model, reason): deployment.engine.rejections.get(reason, 0) for reason in (MAX_REQUESTS, MAX_TOKENS)},
             "model_name", "reason",
         )  # fmt: skip
-        yield from _memory(model, deployment.engine.memory(), deployment.served.model.dtype)
+        yield from _memory(model, deployment.engine.memory(), deployment.served.info.dtype)
         yield from self._loras()
-        yield from _by_replica(model, self._totals(live), deployment.served.max_model_len)
+        yield from _by_replica(model, self._totals(live), deployment.served.info.max_model_len)
         kinds = {"device_free": "free_memory_bytes", "process": "process_memory_bytes"}
         memory = {
             (model, name, kind): size
@@ -352,16 +353,14 @@ def _by_replica(model: str, totals: dict[str, Totals], longest: int) -> Iterator
     yield _gauge("triptych:longest_stall_seconds", text, stalls, *_REPLICA)
 
 
-def _gauge(name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+def _gauge(name: str, text: str, samples: Mapping[_Labels, float], *labels: str) -> Metric:
     gauge = GaugeMetricFamily(name, text, labels=labels)
     for values, value in samples.items():
         gauge.add_metric(values, value)
     return gauge
 
 
-def _counter(
-    name: str, text: str, samples: Mapping[tuple[str, ...], float], *labels: str
-) -> CounterMetricFamily:
+def _counter(name: str, text: str, samples: Mapping[_Labels, float], *labels: str) -> CounterMetricFamily:
     counter = CounterMetricFamily(name, text, labels=labels)
     for values, value in samples.items():
         counter.add_metric(values, value)

@@ -29,8 +29,7 @@ from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.settings import Settings as SchedulerSettings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.workers.descriptions import configured_description, description_from_proto
-from scheduler_svc.workers.engine_protocol import WorkerLink
-from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
+from scheduler_svc.workers.replicas import GeneratingReplicas, WorkerLink, make_engine
 from worker_svc.api.convert import description_to_proto, ready_to_proto, shapes_from_proto
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings

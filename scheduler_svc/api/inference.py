@@ -33,7 +33,6 @@ from scheduler_svc.api.messages import (
     files_to_proto,
     load_to_proto,
     lora_to_proto,
-    model_to_proto,
     pool_submission_from_proto,
     pooled_to_proto,
     submission_from_proto,
@@ -45,7 +44,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.model_files import ServedFiles
+from scheduler_svc.workers.model_files import ServedModel
 
 # Shortest interval between two samples of WatchLoad: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1
@@ -271,7 +270,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._check_model(request.model)
         submissions = [pool_submission_from_proto(request, self._tracer) for request in requests]
         if (served := self._deployment.served) is not None and len(submissions) > 1:
-            check_results_fit(submissions, served.model.pooled_size)
+            check_results_fit(submissions, served.info.pooled_size)
         return submissions
 
     def _check_open(self) -> None:
@@ -284,7 +283,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         served = self._deployment.served
         if served is None:
             return
-        if name and name not in (served.name, *served.aliases):
+        if name and name not in (served.name, *served.info.aliases):
             raise NotFound(
                 f"the model {name!r} is not served here; this is {served.name!r}",
                 param="model",
@@ -335,15 +334,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetModelRequest, context: Context
     ) -> common_pb2.ModelInfo:
         """Describes the served model."""
-        served = await self._served(context)
-        return model_to_proto(
-            served.model,
-            served_name=served.name,
-            aliases=served.aliases,
-            max_model_len=served.max_model_len,
-            created_unix_s=served.created_unix_s,
-            tokenizer_sha256=served.tokenizer_sha256,
-        )
+        return (await self._served(context)).info
 
     async def GetTokenizer(
         self, request: inference_pb2.GetTokenizerRequest, context: Context
@@ -428,7 +419,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         loras = [lora_to_proto(adapter, adapters.holders(adapter)) for adapter in adapters.registry]
         return inference_pb2.ListLorasResponse(loras=loras)
 
-    async def _served(self, context: Context) -> ServedFiles:
+    async def _served(self, context: Context) -> ServedModel:
         served = self._deployment.served
         if served is None:
             starting = "; ".join(self._deployment.starting.values()) or "none has registered"

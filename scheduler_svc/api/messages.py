@@ -18,7 +18,6 @@ from scheduler_svc.requests.pooled_model import MOST_VALUES
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.requests.trace import TraceContext
-from scheduler_svc.workers.descriptions import ModelDescription
 
 
 def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer | None = None) -> Submission:
@@ -227,21 +226,6 @@ def _replica_to_proto(replica: ReplicaLoad) -> inference_pb2.ReplicaLoad:
         num_running=replica.num_running,
         kv_usage=replica.kv_usage,
     )
-
-
-def model_to_proto(
-    model: ModelDescription, *, served_name: str, aliases: Sequence[str] = (), max_model_len: int,
-    created_unix_s: int, tokenizer_sha256: str,
-) -> common_pb2.ModelInfo:  # fmt: skip
-    """Returns the worker's model description, completed by the deployment's settings."""
-    info = common_pb2.ModelInfo()
-    info.CopyFrom(model.message)
-    info.served_name = served_name
-    info.aliases.extend(aliases)
-    info.max_model_len = max_model_len
-    info.created_unix_s = created_unix_s
-    info.tokenizer_sha256 = tokenizer_sha256
-    return info
 
 
 def files_to_proto(files: Mapping[str, bytes]) -> Iterator[common_pb2.FileChunk]:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
+
+from structlog.typing import FilteringBoundLogger
 
 from protos.errors import (
     ConfigurationRefused,
@@ -20,11 +21,11 @@ from protos.service.channels import PLAIN, LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION, unix_address
 from protos.service.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from scheduler_svc.ranks.driver import ReplicaDriver
-from scheduler_svc.ranks.group import RankGroup, Seat
-from scheduler_svc.ranks.rank import ParallelSizes, RankAddress, ReplicaLost
 from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.driver import ReplicaDriver
+from scheduler_svc.workers.group import RankGroup
 from scheduler_svc.workers.losses import FailedSteps
+from scheduler_svc.workers.rank import ParallelSizes, Rank, ReplicaLost
 from scheduler_svc.workers.step_loop import Hung, Left
 
 # Workers with failed steps that are remembered; a restarted process is another worker.
@@ -33,17 +34,13 @@ _REMEMBERED = 256
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
 
-def address_of(request: registry_pb2.RegisterRequest, peer: str) -> RankAddress:
-    """Returns a worker's identity, rank and address to dial back to.
-
-    Args:
-        request: the worker's registration.
-        peer: gRPC's name of the caller, for example `ipv4:10.0.0.7:41234`.
+def _rank_of(request: registry_pb2.RegisterRequest, peer: str) -> Rank:
+    """Returns the rank of a registration; `peer` is gRPC's name, for example `ipv4:10.0.0.7:41234`.
 
     Raises:
         SchemaMismatch: the worker runs another release.
         InvalidArgument: the registration is incomplete.
-        ConfigurationRefused: the worker's sizes and its rank contradict one another.
+        ConfigurationRefused: the worker's sizes and its rank contradict each other.
     """
     if request.schema_revision != SCHEMA_REVISION:
         raise SchemaMismatch(
@@ -53,7 +50,7 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> RankAddress:
         raise InvalidArgument("a worker must send its id, and its port or its socket")
     sizes = _sizes_of(request)
     replica_id = request.replica_id or request.worker_id
-    return RankAddress(replica_id, request.worker_id, _target_of(request, peer), request.rank, sizes)
+    return Rank(replica_id, request.worker_id, _target_of(request, peer), request.rank, sizes)
 
 
 def _sizes_of(request: registry_pb2.RegisterRequest) -> ParallelSizes:
@@ -122,7 +119,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._detach_after_failed_steps = detach_after_failed_steps
         # Workers that lost their registration after a failed step.
         self._failed_steps: dict[str, FailedSteps] = {}
-        # The worker of rank 0 of each replica that is driven, and its failed steps.
+        # The worker of rank 0 of each driven replica, and its failed steps.
         self._driven: dict[str, tuple[str, FailedSteps]] = {}
         # The groups with a registered rank, by replica.
         self._groups: dict[str, RankGroup] = {}
@@ -134,59 +131,51 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     ) -> AsyncIterator[registry_pb2.RegisterEvent]:
         """Keeps a rank until either side ends; the stream ends with the reason."""
         try:
-            seat = await self._admit(address_of(request, context.peer()))
+            rank = _rank_of(request, context.peer())
+            group = await self._admit(rank)
         except TriptychError as error:
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
             await abort(context, error, to_service=True)
+        log = self._log.bind(worker=rank.worker_id, target=rank.target)
         try:
-            while not isinstance(news := await seat.news.get(), TriptychError):
+            while not isinstance(news := await rank.news.get(), TriptychError):
                 yield news
             # Requests must wait elsewhere before the worker registers again.
-            await seat.group.ended()
-            if self._log_end(seat, news):
+            await group.ended()
+            if self._closed or not isinstance(news, Left):
+                if not self._closed:
+                    _log_loss(log, news)
                 await abort(context, news, to_service=True)
+            log.info("worker_left")
         finally:
-            if seat.group.hang_up(seat):
-                self._log.warning("worker_hung_up", worker=seat.address.worker_id, target=seat.address.target)
-                await seat.group.ended()
+            if group.remove(rank, Unavailable("its registration has ended")):
+                log.warning("worker_hung_up")
+                await group.ended()
 
-    def _log_end(self, seat: Seat, error: TriptychError) -> bool:
-        """Logs why a registration ends; returns whether the reason is an error for the worker."""
-        address = seat.address
-        if self._closed:
-            return True
-        if isinstance(error, Left):
-            self._log.info("worker_left", worker=address.worker_id, target=address.target)
-            return False
-        if isinstance(error, ReplicaLost):  # of another rank, which has its own line
-            self._log.warning(
-                "rank_released", worker=address.worker_id, target=address.target, reason=error.message
-            )
-            return True
-        event = "worker_hung" if isinstance(error, Hung) else "worker_lost"
-        self._log.error(event, worker=address.worker_id, target=address.target, reason=error.message)
-        return True
-
-    async def _admit(self, address: RankAddress) -> Seat:
-        """Adds a rank to its group."""
+    async def _admit(self, rank: Rank) -> RankGroup:
+        """Adds a rank to its group, which it returns."""
         if self._closed:
             raise Unavailable("the scheduler stops", retry_after_ms=1000)
-        group = self._groups.get(address.replica_id)
-        if group is not None and (earlier := group.seat_of(address.worker_id)) is not None:
-            await group.make_way(earlier)
-            raise Unavailable(f"replica {address.replica_id} is still registered; retry", retry_after_ms=200)
+        group = self._groups.get(rank.replica_id)
+        if group is not None and (earlier := group.rank_of(rank.worker_id)) is not None:
+            # Its old connection is dead.
+            group.remove(earlier, Unavailable("the worker has registered again"), returned=True)
+            await group.ended()
+            raise Unavailable(f"replica {rank.replica_id} is still registered; retry", retry_after_ms=200)
         if group is not None:
-            group.check(address)
-        if address.rank == 0:
-            self._failed_steps_of(address.worker_id).check()
+            group.check(rank)
+        if rank.number == 0:
+            self._failed_steps_of(rank.worker_id).check()
         if group is None:
-            group = self._groups[address.replica_id] = RankGroup(
+            group = self._groups[rank.replica_id] = RankGroup(
+                rank.replica_id,
                 self._make_driver,
-                partial(self._deployment.starting.__setitem__, address.replica_id),
-                partial(self._close, address.replica_id),
+                self._deployment.starting,
+                self._close,
                 wait_s=self._step_timeout_s,
             )
-        return group.join(address)
+        group.join(rank)
+        return group
 
     def _close(self, replica_id: str) -> None:
         del self._groups[replica_id]
@@ -194,7 +183,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         if replica_id in self._driven:
             self._remember(*self._driven.pop(replica_id))
 
-    def _make_driver(self, ranks: Sequence[RankAddress], on_ready: Callable[[], None]) -> ReplicaDriver:
+    def _make_driver(self, ranks: Sequence[Rank], on_ready: Callable[[], None]) -> ReplicaDriver:
         failed_steps = self._failed_steps_of(ranks[0].worker_id)
         self._driven[ranks[0].replica_id] = ranks[0].worker_id, failed_steps
         return ReplicaDriver(
@@ -209,8 +198,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
         """Takes the requests off a worker that shuts down, and off the other ranks of its replica."""
         for group in list(self._groups.values()):
-            if (seat := group.seat_of(request.worker_id)) is not None:
-                await group.leave(seat)
+            if (rank := group.rank_of(request.worker_id)) is not None:
+                await group.leave(rank)
         return registry_pb2.LeaveResponse()
 
     async def close(self) -> None:
@@ -229,3 +218,10 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             self._failed_steps[worker_id] = failed_steps
         if len(self._failed_steps) > _REMEMBERED:
             del self._failed_steps[next(iter(self._failed_steps))]
+
+
+def _log_loss(log: FilteringBoundLogger, error: TriptychError) -> None:
+    if isinstance(error, ReplicaLost):  # of another rank, which has its own line
+        log.warning("rank_released", reason=error.message)
+    else:
+        log.error("worker_hung" if isinstance(error, Hung) else "worker_lost", reason=error.message)

@@ -19,9 +19,8 @@ from scheduler_svc.simulation.measures import Measures, Tally
 from scheduler_svc.simulation.requests import VOCAB_SIZE, PromptMaker, SimulatedRequest, split_turns
 from scheduler_svc.simulation.step_times import StepTimes
 from scheduler_svc.simulation.worker import VirtualWorker
-from scheduler_svc.workers.descriptions import ModelDescription, WorkerDescription
-from scheduler_svc.workers.engine_protocol import WorkerLink
-from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
+from scheduler_svc.workers.descriptions import WorkerDescription
+from scheduler_svc.workers.replicas import GeneratingReplicas, WorkerLink, make_engine
 
 _MODEL: Final = "simulated"
 _SAMPLES: Final = 2000
@@ -231,10 +230,7 @@ class Simulation:
 def _description(times: StepTimes, max_context: int) -> WorkerDescription:
     """Describes a worker that runs any model of full attention with these step times."""
     unlimited = 1 << 30
-    model = ModelDescription(
-        source=_MODEL, architecture="", vocab_size=VOCAB_SIZE, max_model_len=max_context, dtype="",
-        eos_token_ids=frozenset(), pool_tasks=frozenset(), pooled_size=0, message=common_pb2.ModelInfo(),
-    )  # fmt: skip
+    model = common_pb2.ModelInfo(source=_MODEL, vocab_size=VOCAB_SIZE, max_model_len=max_context)
     return WorkerDescription(
         model=model, device=_MODEL, limits=DeviceLimits(max_context, 1, unlimited, unlimited),
         groups=(KvGroup(GroupKind.FULL),), default_max_num_seqs=times.max_num_seqs,

@@ -6,7 +6,7 @@ from functools import cache
 
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.simulation.step_times import StepTimes
-from scheduler_svc.workers.engine_protocol import StepScheduler
+from scheduler_svc.workers.step_loop import StepScheduler
 
 
 class VirtualWorker:

@@ -1,9 +1,9 @@
-"""Replicas of one deployment, and what drives the worker behind each.
+"""The workers of one deployment: ranks join and form replicas, which are configured, driven and lost.
 
-`deployment` joins settings, engine and replicas. `step_loop` steps one worker, `grammar_compiler` has
-grammars compiled, and `adapter_loader` has LoRA adapters loaded. `step_budget` and `losses` say when a
-worker counts as hung or broken; `descriptions` reads a worker's description, and
-`model_files` holds the first worker's files. `engine_protocol` is the interface between replicas' schedulers
-and drivers; `replicas` sets both kinds up. Imported by `ranks`, `api`, `metrics` and `__main__`; imports
-`settings`, `dispatch` and the rooms below.
+`group` collects the registered ranks of a replica, described in `rank`. Once complete, `driver` drives them
+to their end: `configure` configures all, and `step_loop` steps rank 0. `grammar_compiler` and
+`adapter_loader` call workers for requests; `step_budget`, `progress` and `losses` detect hung, stalled and
+broken workers. `deployment` joins settings, engine and replicas; `replicas` sets up generating and pooling
+replicas from their `descriptions`, and `model_files` holds the served model. Imported by `api`, `metrics`
+and `__main__`; imports `settings`, `dispatch` and the rooms below.
 """

@@ -15,18 +15,26 @@ from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
-from scheduler_svc.workers.descriptions import WorkerDescription
-from scheduler_svc.workers.engine_protocol import ReplicaSetup, StepScheduler, WorkerLink
+from scheduler_svc.workers.descriptions import WorkerDescription, differing_fact
 from scheduler_svc.workers.losses import Losses
-from scheduler_svc.workers.model_files import ServedFiles, describe_served
+from scheduler_svc.workers.model_files import ServedModel, describe_served
 from scheduler_svc.workers.progress import Stall
-from scheduler_svc.workers.replicas import GeneratingReplicas, PoolingReplicas, make_engine
+from scheduler_svc.workers.replicas import (
+    GeneratingReplicas,
+    PoolingReplicas,
+    ReplicaSetup,
+    WorkerLink,
+    make_engine,
+)
+from scheduler_svc.workers.step_loop import StepScheduler
 
 # Delay after a replica is lost: by then its driver has dropped the last references to its block pools.
 _DISMANTLE_DELAY_S = 5.0
 
-# Facts about the model in which all replicas must agree.
-_SHARED_FACTS = ("source", "architecture", "vocab_size", "dtype", "pool_tasks", "pooled_size")
+# All facts about the served model in which replicas must agree.
+_SHARED_FACTS = (
+    "source", "architecture", "vocab_size", "dtype", "pool_tasks", "pooled_size", "max_model_len", "tokenizer_sha256",
+)  # fmt: skip
 
 
 class Deployment:
@@ -52,7 +60,7 @@ class Deployment:
         """All requests and all replicas."""
         self._generating = GeneratingReplicas(settings, self.engine, self.histogram, clock)
         self._pooling = PoolingReplicas(settings, self.engine, clock)
-        self.served: ServedFiles | None = None
+        self.served: ServedModel | None = None
         """The model and its files; set when the first replica attaches."""
         self.starting: dict[str, str] = {}
         """Replicas that are not ready yet, each with its last progress message."""
@@ -89,7 +97,7 @@ class Deployment:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
         # Before a worker of another model loads anything.
-        expected = self.served.model.source if self.served else self._settings.expect_model
+        expected = self.served.info.source if self.served else self._settings.expect_model
         if expected and (source := description.model.source) != expected:
             raise ConfigurationRefused(
                 f"replica {replica_id} serves {source!r} and this deployment {expected!r}; all workers must run one model"
@@ -118,13 +126,14 @@ class Deployment:
             files,
             served_names=self._settings.served_model_name,
             max_model_len=setup.max_model_len,
+            weights_digest=description.weights_digest,
         )
         self._check_same_model(served, replica_id)
         scheduler = setup.attach(description, memory, served.name, link)
         if self.served is None:
             self.served = served
-        elif not self.served.model.weights_digest:
-            self.served = replace(self.served, model=served.model)
+        elif not self.served.weights_digest:
+            self.served = replace(self.served, weights_digest=served.weights_digest)
         if self._give_up is not None:
             self._give_up.cancel()
             self._give_up = None
@@ -168,29 +177,20 @@ class Deployment:
             self.losses.stalls[stall] += 1
         self._announce_serving()
 
-    def _check_same_model(self, new: ServedFiles, replica_id: str) -> None:
+    def _check_same_model(self, new: ServedModel, replica_id: str) -> None:
         if self.served is None:
             return
-        weights, other = self.served.model.weights_digest, new.model.weights_digest
+        weights, other = self.served.weights_digest, new.weights_digest
         if weights and other and weights != other:
             raise ConfigurationRefused(
-                f"replica {replica_id} has other weights of {new.model.source} (digest {other[:12]}) than this"
+                f"replica {replica_id} has other weights of {new.info.source} (digest {other[:12]}) than this"
                 f" deployment serves ({weights[:12]}); give all workers the same files"
             )
-        ours, theirs = self._facts_of(self.served), self._facts_of(new)
-        for fact, value in theirs.items():
-            if ours[fact] != value:
-                raise ConfigurationRefused(
-                    f"replica {replica_id} has {fact} {value!r} and this deployment serves {ours[fact]!r}; all workers must run one model"
-                )
-
-    @staticmethod
-    def _facts_of(served: ServedFiles) -> dict[str, object]:
-        return {
-            **{name: getattr(served.model, name) for name in _SHARED_FACTS},
-            "max_model_len": served.max_model_len,
-            "tokenizer_sha256": served.tokenizer_sha256,
-        }
+        if difference := differing_fact(self.served.info, new.info, _SHARED_FACTS):
+            fact, ours, theirs = difference
+            raise ConfigurationRefused(
+                f"replica {replica_id} has {fact} {theirs!r} and this deployment serves {ours!r}; all workers must run one model"
+            )
 
     # ---- service ----
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
@@ -11,25 +11,18 @@ from protos.errors import Internal, Overloaded, TriptychError, from_rpc_error
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.requests.sampling import Grammar
 
-# Compiling itself takes seconds at most; the rest is time behind other grammars.
+# Compilation itself takes seconds at most; the rest is time in the worker's queue.
 COMPILE_TIMEOUT_S = 60.0
 
-# Statuses of calls whose connection broke, or whose worker stops; an error of the worker's own has details.
+# Statuses after a broken connection or the end of the worker; the worker's own errors have details.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-# Pause before such a call is made again.
+# Pause before the next attempt.
 _RETRY_S = 0.2
 
 
-class CompiledGrammar(NamedTuple):
-    """A worker's answer."""
-
-    compile_s: float
-    """Seconds that compiling took on the worker."""
-
-
-Answered: TypeAlias = Callable[[CompiledGrammar | TriptychError], None]
-"""Takes the answer, or the reason why a grammar cannot be compiled."""
+Answered: TypeAlias = Callable[[float | TriptychError], None]
+"""Takes the seconds of compilation on the worker, or the reason of its failure."""
 
 
 class GrammarCompiler:
@@ -62,11 +55,11 @@ class GrammarCompiler:
             call.cancel()
 
     async def _compile(self, grammar: Grammar, answered: Answered) -> None:
-        outcome: CompiledGrammar | TriptychError
+        outcome: float | TriptychError
         try:
             request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
             answer = await self._call(request)
-            outcome = CompiledGrammar(answer.compile_us * 1e-6)
+            outcome = answer.compile_us * 1e-6
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 outcome = Overloaded(
@@ -82,10 +75,10 @@ class GrammarCompiler:
         answered(outcome)
 
     async def _call(self, request: worker_pb2.CompileGrammarRequest) -> worker_pb2.CompileGrammarResponse:
-        """Calls the worker, and calls it again while connections break, within the time limit.
+        """Calls the worker, again after broken connections, within the time limit.
 
-        If the worker is lost, :meth:`close` ends the call. But it may be a connection of its own that broke:
-        another rank than 0 compiles on a pipeline, and new calls follow changed certificates.
+        After the loss of the worker, :meth:`close` ends the call. Other connections may break: on a pipeline,
+        another rank than 0 compiles, and new calls follow changed certificates.
         """
         now = asyncio.get_running_loop().time
         end_s = now() + COMPILE_TIMEOUT_S

@@ -6,31 +6,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protos.errors import Internal
-from scheduler_svc.workers.descriptions import ModelDescription
+from protos.triptych.v1 import common_pb2
 
-# Far above the needs of any real tokenizer. Every client that reaches the registry's port may register a
-# worker.
+# Far above the needs of any real tokenizer. Every client of the registry's port may register a worker.
 MAX_FILES = 64
 MAX_TOTAL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ServedFiles:
-    """The model that a deployment serves, for gateways."""
+class ServedModel:
+    """The model of a deployment, for gateways."""
 
-    name: str
-    """The name that answers and metrics have."""
-    aliases: tuple[str, ...]
-    """Further names that requests may use."""
-    model: ModelDescription
-    max_model_len: int
-    """Longest sequence that the deployment serves, tokens."""
-    created_unix_s: int
-    """Seconds since the epoch when the first replica was ready."""
-    tokenizer_sha256: str
-    """Hash over the names and contents of the tokenizer files, hexadecimal."""
+    info: common_pb2.ModelInfo
+    """The worker's message, completed by the deployment."""
+    weights_digest: str
+    """Hash of the weights; empty as long as no worker knows it."""
     files: Mapping[str, bytes]
     """Tokenizer files by name."""
+
+    @property
+    def name(self) -> str:
+        """The name in answers and metrics."""
+        return self.info.served_name
 
 
 class FileReceiver:
@@ -70,18 +67,18 @@ class FileReceiver:
 
 
 def describe_served(
-    model: ModelDescription, files: Mapping[str, bytes], *, served_names: Sequence[str], max_model_len: int,
-) -> ServedFiles:  # fmt: skip
-    """Completes a worker's description of its model with what the deployment decides."""
+    model: common_pb2.ModelInfo, files: Mapping[str, bytes], *, served_names: Sequence[str], max_model_len: int,
+    weights_digest: str = "",
+) -> ServedModel:  # fmt: skip
+    """Completes a worker's description of its model; `max_model_len` is the longest sequence of a replica."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + len(files[name]).to_bytes(8, "little") + files[name])
-    return ServedFiles(
-        name=served_names[0] if served_names else model.source,
-        aliases=tuple(dict.fromkeys(name for name in served_names[1:] if name != served_names[0])),
-        model=model,
-        max_model_len=max_model_len,
-        created_unix_s=int(time.time()),
-        tokenizer_sha256=digest.hexdigest(),
-        files=files,
-    )
+    info = common_pb2.ModelInfo()
+    info.CopyFrom(model)
+    info.served_name = served_names[0] if served_names else model.source
+    info.aliases.extend(dict.fromkeys(name for name in served_names[1:] if name != served_names[0]))
+    info.max_model_len = max_model_len
+    info.created_unix_s = int(time.time())
+    info.tokenizer_sha256 = digest.hexdigest()
+    return ServedModel(info, weights_digest, files)

@@ -1,7 +1,8 @@
 """Replicas of generating and of pooling models: their static shapes and schedulers."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from protos.errors import ConfigurationRefused, TriptychError
@@ -12,7 +13,7 @@ from protos.steps import PoolShape
 from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.modules import name_and_path
-from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
@@ -29,20 +30,52 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
 from scheduler_svc.shapes.shape_config import ShapeConfig, shapes_of
-from scheduler_svc.workers.descriptions import WorkerDescription, configure_pool_to_proto, configure_to_proto
-from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
-from scheduler_svc.workers.grammar_compiler import CompiledGrammar
+from scheduler_svc.workers.descriptions import WorkerDescription
+from scheduler_svc.workers.grammar_compiler import Answered
+from scheduler_svc.workers.step_loop import StepScheduler
 
 # What a replica whose worker cannot copy blocks does without.
 _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
 
-def make_order(settings: Settings) -> PriorityFairOrder:
-    """Returns the order policy that the settings name."""
-    if settings.order == "arrival":
-        return ArrivalOrder()
-    return PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """Calls of an engine to the driver of a worker. None of them blocks."""
+
+    wake: Callable[[], None]
+    """Tells the step loop that there is work."""
+    compile_grammar: Callable[[Grammar, Answered], None]
+    """Compiles a grammar, then calls the function with the outcome."""
+    withdraw_grammar: Callable[[Grammar], None]
+    """Cancels compiling a grammar; its function is then not called."""
+    load_adapter: Callable[[Adapter, int, Callable[[], Sequence[int]], LoadAnswer], None]
+    """Loads a LoRA adapter on every rank, given a new id and what returns the loads that must stay."""
+    unload_adapter: Callable[[int], None]
+    """Ends a load on every rank by its id, or frees what it has brought."""
+    failing: Callable[[], bool]
+    """Whether the worker's last step failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSetup:
+    """The configuration of one worker, and how to attach it once it runs with it."""
+
+    request: worker_pb2.ConfigureRequest
+    """The configuration for the worker."""
+    max_model_len: int
+    """Longest sequence that the replica serves, tokens."""
+    facts: Mapping[str, object]
+    """The configuration for the log."""
+    make_memory: Callable[[WorkerDescription, tuple[int, ...]], KvCache | None]
+    """Makes the KV memory of the configured worker, given its blocks per KV group; None if it has none. Safe
+    on any thread: a million blocks take a second."""
+    attach: Callable[[WorkerDescription, KvCache | None, str, WorkerLink], StepScheduler]
+    """Attaches the replica to the engine, given the configured worker's description, its memory and the name
+    of the model.
+
+    Raises :class:`protos.errors.ConfigurationRefused` if it cannot serve beside the other replicas.
+    """
 
 
 def warn_of_ignored(settings: Settings, names: Iterable[str], reason: str) -> None:
@@ -53,12 +86,13 @@ def warn_of_ignored(settings: Settings, names: Iterable[str], reason: str) -> No
 
 
 def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Engine:
-    """Returns an engine with the limits and policies that the settings name."""
+    """Returns an engine with the limits and policies of the settings."""
+    fair = PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
     return Engine(
         max_waiting=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,
         clock=clock,
-        order=make_order(settings),
+        order=ArrivalOrder() if settings.order == "arrival" else fair,
         max_worker_losses=settings.max_worker_losses,
         max_step_failures=settings.max_step_failures,
         expected_adapters=[name_and_path(module)[0] for module in settings.lora_modules],
@@ -91,16 +125,6 @@ def shapes_for(settings: Settings, description: WorkerDescription) -> ShapeConfi
         stages=stages,
         prefill_buckets=chunk_sizes,
     )
-
-
-def configure_request(
-    settings: Settings, shapes: ShapeConfig, *, copies_blocks: bool
-) -> worker_pb2.ConfigureRequest:
-    """Returns the configuration of a worker that runs with `shapes`, and that can copy blocks or not."""
-    num_blocks = (settings.num_blocks,) if settings.num_blocks else ()
-    keeps_windows = settings.enable_prefix_caching and copies_blocks
-    windows_kept_per_slot = settings.windows_kept_per_slot if keeps_windows else 0
-    return configure_to_proto(shapes, num_blocks, windows_kept_per_slot)
 
 
 class GeneratingReplicas:
@@ -141,7 +165,7 @@ class GeneratingReplicas:
                 used=shapes.stage_batch * shapes.stages,
             )  # fmt: skip
         return ReplicaSetup(
-            request=configure_request(self._settings, shapes, copies_blocks=description.copies_blocks),
+            request=self._configure_request(shapes, copies_blocks=description.copies_blocks),
             max_model_len=shapes.max_model_len,
             facts={
                 "prefill_buckets": shapes.chunk_sizes,
@@ -152,6 +176,21 @@ class GeneratingReplicas:
             },
             make_memory=partial(self._make_cache, shapes),
             attach=partial(self._attach, replica_id, shapes),
+        )
+
+    def _configure_request(self, shapes: ShapeConfig, *, copies_blocks: bool) -> worker_pb2.ConfigureRequest:
+        settings = self._settings
+        keeps_windows = settings.enable_prefix_caching and copies_blocks
+        return worker_pb2.ConfigureRequest(
+            max_model_len=shapes.max_model_len,
+            max_num_seqs=shapes.max_num_seqs,
+            chunk=shapes.chunk,
+            prefill_buckets=shapes.chunk_sizes,
+            block_size=shapes.block_size,
+            decode_buckets=shapes.buckets,
+            # None asks for as many as the worker's memory allows.
+            num_blocks=(settings.num_blocks,) if settings.num_blocks else (),
+            windows_kept_per_slot=settings.windows_kept_per_slot if keeps_windows else 0,
         )
 
     def _attach(
@@ -173,7 +212,7 @@ class GeneratingReplicas:
             vocab_size=description.model.vocab_size,
             sampling_fields=description.sampling_fields,
             max_logprobs=description.max_logprobs,
-            eos_token_ids=description.model.eos_token_ids,
+            eos_token_ids=frozenset(description.model.eos_token_ids),
         )
         settings, lora = self._settings, description.lora
         scheduler = ReplicaScheduler(
@@ -229,15 +268,13 @@ class GeneratingReplicas:
             first_event=time.time_ns() // 1000,
         )
 
-    def _grammar_answered(
-        self, replica_id: str, grammar: Grammar, outcome: CompiledGrammar | TriptychError
-    ) -> None:
+    def _grammar_answered(self, replica_id: str, grammar: Grammar, outcome: float | TriptychError) -> None:
         if isinstance(outcome, TriptychError):
             self._engine.grammar_refused(replica_id, grammar, outcome)
             return
         replica = self._engine.replicas.get(replica_id)
         if replica is not None and isinstance(replica.scheduler, ReplicaScheduler):
-            replica.scheduler.stats.grammar_compile_s.observe(outcome.compile_s)
+            replica.scheduler.stats.grammar_compile_s.observe(outcome)
         self._engine.grammar_compiled(replica_id, grammar)
 
     def _check_same_grid(self, shapes: ShapeConfig, replica_id: str) -> None:
@@ -276,15 +313,16 @@ class PoolingReplicas:
         settings = self._settings
         warn_of_ignored(settings, _IGNORED_SETTINGS, "pooling models run in pool shapes")
         limits, model = description.limits, description.model
-        room = MOST_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
+        room = MOST_VALUES // model.pooled_size if TOKEN_TASKS.intersection(model.pool_tasks) else None
         chosen = shapes_of(
             settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=self._shapes, max_context=limits.max_context, max_batch=limits.max_batch,
             max_tokens=room, packs_texts=description.packs_texts,
         )  # fmt: skip
-        del model.message.pooling.shapes[:]
-        model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
+        del model.pooling.shapes[:]
+        model.pooling.shapes.extend(map(shape_to_proto, chosen))
+        longest = max(shape.prompt_len for shape in chosen)
         return ReplicaSetup(
-            request=configure_pool_to_proto(chosen),
+            request=worker_pb2.ConfigureRequest(max_model_len=longest, pool_shapes=model.pooling.shapes),
             max_model_len=chosen[-1].prompt_len,
             facts={"shapes": [str(shape) for shape in chosen]},
             make_memory=lambda *_: None,
@@ -310,9 +348,9 @@ class PoolingReplicas:
         model = description.model
         self._engine.model = PooledModel(
             model.vocab_size,
-            model.pool_tasks,
+            frozenset(model.pool_tasks),
             model.pooled_size,
-            model.message.pooling,
+            model.pooling,
             self._shapes or shapes,
         )
         # Texts are packed where a step's time grows with its tokens, on CPUs.

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import cast
+from typing import Protocol, cast
 
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
@@ -12,14 +12,34 @@ from structlog.typing import FilteringBoundLogger
 from protos.errors import InvalidArgument, Unavailable
 from protos.limits import LONG_PROMPT
 from protos.step_messages import plan_to_proto, result_from_proto
-from protos.steps import StepPlan
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.workers.engine_protocol import StepScheduler
 from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.progress import LONGEST_S, ProgressWatch, Stall
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
+
+
+class StepScheduler(Protocol):
+    """The scheduler of one replica, as the step loop drives it."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run here, or wait for one that does."""
+
+    def next_plan(self) -> StepPlan | None:
+        """Decides what the worker does next; None if it has enough plans, or there is nothing to do."""
+
+    def drain(self) -> None:
+        """Sends nothing until all plans are answered; the next one then follows from results alone."""
+
+    def update(self, result: StepResult) -> None:
+        """Delivers the result of a plan."""
 
 
 class StreamLost(Unavailable):

@@ -8,8 +8,8 @@ import pytest
 
 from protos.errors import ConfigurationRefused, Internal, TriptychError, Unavailable
 from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2
-from scheduler_svc.ranks import configuring
 from scheduler_svc.settings import Settings
+from scheduler_svc.workers import configure
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.ranks.fake_rank import FakeRank, RegisteredRank, rank_process, register_rank
 from tests.support.scheduler.running_scheduler import (
@@ -189,7 +189,7 @@ async def test_a_rank_that_still_runs_an_old_stream_is_configured_again() -> Non
 
 async def test_a_rank_that_never_gets_free_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the limit the reason is the replica's."""
-    monkeypatch.setattr(configuring, "CONFIGURE_RETRY_S", 0.0)
+    monkeypatch.setattr(configure, "CONFIGURE_RETRY_S", 0.0)
     first = FakeRank(rank=0)
     first.refusals = [Unavailable("the worker executes another configuration", retry_after_ms=10)] * 1000
     async with run_scheduler(Settings(step_timeout_s=0.1)) as scheduler:

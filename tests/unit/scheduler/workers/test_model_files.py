@@ -52,7 +52,7 @@ def test_the_tokenizer_s_hash_depends_on_names_and_contents() -> None:
     model = description_from_proto(worker_pb2.DescribeResponse()).model
 
     def digest(files: dict[str, bytes]) -> str:
-        return describe_served(model, files, served_names=(), max_model_len=8).tokenizer_sha256
+        return describe_served(model, files, served_names=(), max_model_len=8).info.tokenizer_sha256
 
     assert digest({"a": b"1", "b": b"2"}) == digest({"b": b"2", "a": b"1"})
     assert (

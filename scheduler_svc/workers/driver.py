@@ -1,4 +1,4 @@
-"""The driver of one replica: dials its ranks, configures them, and steps rank 0 until one is lost."""
+"""The driver of one replica: dials its ranks, configures them, and steps rank 0 until a rank is lost."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +12,19 @@ from protos.service.channels import PLAIN, LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
-from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.adapter_loader import AdapterLoader
+from scheduler_svc.workers.configure import Configurator
 from scheduler_svc.workers.deployment import Deployment, make_memory
-from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
 from scheduler_svc.workers.losses import FailedSteps, FailedTooOften
 from scheduler_svc.workers.progress import ProgressWatch, Stalled
+from scheduler_svc.workers.rank import Rank, ReplicaLost
+from scheduler_svc.workers.replicas import WorkerLink
 from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 
-# How long a worker whose stream broke may take to show that its process still runs. A dead process refuses
-# the connection at once.
+# Time limit for a sign of life from a worker after its stream broke. A dead process refuses the connection at
+# once.
 PROBE_TIMEOUT_S = 1.0
 
 
@@ -45,7 +44,7 @@ class ReplicaDriver:
 
     def __init__(
         self,
-        ranks: Sequence[RankAddress],
+        ranks: Sequence[Rank],
         deployment: Deployment,
         *,
         step_timeout_s: float,
@@ -58,12 +57,12 @@ class ReplicaDriver:
         Args:
             ranks: all ranks of the replica, in order.
             deployment: the deployment that the replica joins.
-            step_timeout_s: a replica that takes longer for one step counts as lost.
+            step_timeout_s: longest step, seconds. A slower replica counts as lost.
             failed_steps: counts the failed steps of rank 0.
             on_ready: called once the replica receives steps.
-            security: how the connections to the ranks are protected.
+            security: protection of the connections to the ranks.
         """
-        self._addresses = ranks
+        self._ranks = ranks
         first = ranks[0]
         self._replica_id = first.replica_id
         self._deployment = deployment
@@ -72,24 +71,23 @@ class ReplicaDriver:
         self._on_ready = on_ready
         self._security = security
         self._log = get_logger(replica=first.replica_id, worker=first.worker_id, target=first.target)
-        self._ranks: list[ConnectedRank] = []
         self._attached = False
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        # Why the replica ends, once a registration has ended, and whether its worker has registered again.
+        # The reason once a registration has ended, and whether its worker has registered again.
         self._lost: ReplicaLost | None = None
         self._returned = False
-        # The rank that said that it leaves.
+        # The rank that announced its departure.
         self._leaving: int | None = None
         self._ending = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts driving; the task ends with the :class:`TriptychError` that says why it ended."""
+        """Starts driving; the task ends with the :class:`TriptychError` that ends the replica."""
         self._task = asyncio.create_task(self._run(), name=f"replica {self._replica_id}")
         return self._task
 
     def leave(self, rank: int) -> None:
-        """Lets the replica go: its running plan ends, and its requests wait for another one."""
+        """Releases the replica: its running plan ends, and its requests wait for another."""
         if self._leaving is None:
             self._leaving = rank
         if self._attached and self._loop is not None:
@@ -111,10 +109,10 @@ class ReplicaDriver:
 
     async def _run(self) -> None:
         async with AsyncExitStack() as stack:
-            for address in self._addresses:
-                channel = await stack.enter_async_context(self._security.open_channel(address.target))
-                self._ranks.append(ConnectedRank(address, worker_pb2_grpc.WorkerStub(channel)))
-            compiler = GrammarCompiler(self._ranks[self._addresses[0].sizes.grammar_rank].stub, self._log)
+            for rank in self._ranks:
+                channel = await stack.enter_async_context(self._security.open_channel(rank.target))
+                rank.stub = worker_pb2_grpc.WorkerStub(channel)
+            compiler = GrammarCompiler(self._ranks[self._ranks[0].sizes.grammar_rank].stub, self._log)
             loop = self._loop = StepLoop(
                 self._ranks[0].stub,
                 self._deployment.dispatch,
@@ -156,34 +154,29 @@ class ReplicaDriver:
 
     async def _serve(self, loop: StepLoop, link: WorkerLink) -> None:
         """Configures the ranks and runs steps. Ends only by raising."""
-        configuring = Configuring(self._ranks, self._deployment, step_timeout_s=self._step_timeout_s)
-        configured = await configuring.run()
+        configurator = Configurator(self._ranks, self._deployment, step_timeout_s=self._step_timeout_s)
+        replica = await configurator.run()
+        ready = replica.ready
         async with loop.stream() as call:
-            num_blocks = tuple(configured.ready.num_blocks)
             memory = await asyncio.to_thread(
-                make_memory, configured.setup, configured.description, num_blocks
+                make_memory, replica.setup, replica.description, tuple(ready.num_blocks)
             )
-            scheduler = self._attach(configured, memory, link)
+            scheduler = self._deployment.attach(
+                self._replica_id, replica.description, replica.setup, memory, replica.files, link
+            )
             self._attached = True
+            self._deployment.phase_seconds[self._replica_id] = dict(ready.phase_seconds)
+            self._log.info(
+                "ready",
+                num_blocks=list(ready.num_blocks),
+                graphs=len(ready.graphs),
+                phase_seconds=dict(ready.phase_seconds),
+            )
             self._on_ready()
-            await loop.run(call, scheduler, first_step_timeout_s=configured.first_step_timeout_s)
-
-    def _attach(self, replica: Configured, memory: KvCache | None, link: WorkerLink) -> StepScheduler:
-        """Attaches the replica to the deployment."""
-        scheduler = self._deployment.attach(
-            self._replica_id, replica.description, replica.setup, memory, replica.files, link
-        )
-        self._deployment.phase_seconds[self._replica_id] = dict(replica.ready.phase_seconds)
-        self._log.info(
-            "ready",
-            num_blocks=list(replica.ready.num_blocks),
-            graphs=len(replica.ready.graphs),
-            phase_seconds=dict(replica.ready.phase_seconds),
-        )
-        return scheduler
+            await loop.run(call, scheduler, first_step_timeout_s=replica.first_step_timeout_s)
 
     async def _why_lost(self, error: BaseException) -> Loss:
-        """Finds out why a stream ended. If the connection broke, a worker that still answers has not died."""
+        """Finds out why a stream ended: a worker that answers after a broken connection has not died."""
         self._ending = True
         if self._leaving is not None:
             return Loss.LEFT
@@ -198,18 +191,18 @@ class ReplicaDriver:
             )
         except grpc.aio.AioRpcError:
             return Loss.DIED
-        return Loss.CUT_OFF if answer.worker_id == rank.address.worker_id else Loss.DIED
+        return Loss.CUT_OFF if answer.worker_id == rank.worker_id else Loss.DIED
 
     def _end_of(self, error: BaseException) -> TriptychError:
-        """Returns the reason for the end, given what ended the calls."""
+        """Returns the reason for the end, given the error of the calls."""
         if self._lost is not None:
             return self._lost
         if isinstance(error, StreamLost):
-            return lost(self._addresses[0], error)
+            return self._ranks[0].lost(error)
         if isinstance(error, grpc.aio.AioRpcError):
             return from_rpc_error(error)
         return Unavailable("the scheduler stops")
 
     def _left(self) -> ReplicaLost:
-        address = self._addresses[self._leaving or 0]
-        return ReplicaLost(f"{address.name} leaves", address.rank, Left("the worker leaves"))
+        rank = self._ranks[self._leaving or 0]
+        return ReplicaLost(f"{rank.name} leaves", rank.number, Left("the worker leaves"))

@@ -1,4 +1,4 @@
-"""Takes the ranks of a replica from their first answer to a configuration that all of them run."""
+"""Configures the ranks of a replica: describes and compares them, and sends all the same request."""
 
 import asyncio
 import uuid
@@ -12,78 +12,54 @@ from protos.errors import (
     ConfigurationRefused,
     Internal,
     SchemaMismatch,
-    TriptychError,
     Unavailable,
     from_rpc_error,
 )
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
-from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.ranks.rank import (
-    ParallelSizes,
-    RankAddress,
-    ReplicaLost,
-    differing_rank,
-    rank_name,
-    ranks_text,
-)
+from protos.triptych.v1 import worker_pb2
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.descriptions import (
     WorkerDescription,
     configured_description,
     description_from_proto,
 )
-from scheduler_svc.workers.engine_protocol import ReplicaSetup
 from scheduler_svc.workers.model_files import FileReceiver
+from scheduler_svc.workers.rank import Rank, ReplicaLost, differing_rank, ranks_text
+from scheduler_svc.workers.replicas import ReplicaSetup
 
 # Describe needs the worker's process and the configuration of its model, but no weights.
 DESCRIBE_TIMEOUT_S = 60.0
 
 MODEL_FILES_TIMEOUT_S = 120.0
 
-# A worker that is not free yet ends the stream of a lost scheduler within so long, after its last step.
+# A busy worker ends the stream of a lost scheduler within this time after its last step.
 CONFIGURE_RETRY_S = 60.0
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectedRank:
-    """A rank that the scheduler dials."""
-
-    address: RankAddress
-    stub: "worker_pb2_grpc.WorkerAsyncStub"
-
-
-@dataclass(frozen=True, slots=True)
 class Configured:
-    """A replica with ranks that are configured."""
+    """A replica with configured ranks."""
 
     description: WorkerDescription
     setup: ReplicaSetup
     ready: worker_pb2.ConfigureReady
     """Rank 0's answer."""
     first_step_timeout_s: float
-    """How long a step that makes its graph may take on the slowest rank, seconds."""
+    """Time limit on the slowest rank for a step that makes its graph, seconds."""
     files: Mapping[str, bytes]
 
 
-class Configuring:
-    """Describes, compares and configures all ranks of one replica."""
+class Configurator:
+    """Configures all ranks of a replica."""
 
-    def __init__(
-        self, ranks: Sequence[ConnectedRank], deployment: Deployment, *, step_timeout_s: float
-    ) -> None:
-        """Prepares to configure.
-
-        Args:
-            ranks: all ranks of the replica, in order.
-            deployment: chooses the configuration.
-            step_timeout_s: tells the ranks how long the scheduler waits for a step, seconds.
-        """
+    def __init__(self, ranks: Sequence[Rank], deployment: Deployment, *, step_timeout_s: float) -> None:
+        """Prepares to configure; the ranks learn the scheduler's time limit of a step."""
         self._ranks = ranks
-        self._replica_id = ranks[0].address.replica_id
-        self._sizes: ParallelSizes = ranks[0].address.sizes
+        self._replica_id = ranks[0].replica_id
+        self._sizes = ranks[0].sizes
         self._deployment = deployment
         self._step_timeout_s = step_timeout_s
         self._log = get_logger(replica=self._replica_id)
@@ -95,7 +71,7 @@ class Configuring:
 
         Raises:
             ConfigurationRefused: no rank can run with the scheduler's settings.
-            ReplicaLost: one rank refuses or fails, differs from rank 0, or has been in another group.
+            ReplicaLost: a rank refuses, fails, differs from rank 0, or belongs to another group.
             TriptychError: a rank could not be described.
             grpc.aio.AioRpcError: rank 0 sends no files.
         """
@@ -119,17 +95,17 @@ class Configuring:
         configured = configured_description(description, answers)
         return Configured(configured, setup, answers[0], first_s, files.files())
 
-    async def _on_all(self, call: Callable[[ConnectedRank], Awaitable[_Answer]]) -> list[_Answer]:
+    async def _on_all(self, call: Callable[[Rank], Awaitable[_Answer]]) -> list[_Answer]:
         """Runs a call on every rank at once; returns the answers by rank. A failure cancels the others."""
         calls = [asyncio.ensure_future(call(rank)) for rank in self._ranks]
         try:
             return await asyncio.gather(*calls)
         finally:
-            for one in calls:
-                one.cancel()
+            for each in calls:
+                each.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _describe(self, rank: ConnectedRank) -> worker_pb2.DescribeResponse:
+    async def _describe(self, rank: Rank) -> worker_pb2.DescribeResponse:
         try:
             message = await rank.stub.Describe(
                 worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION),
@@ -139,17 +115,17 @@ class Configuring:
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
             if self._sizes.world_size > 1:
-                failure.message = f"{rank.address.name} does not describe itself: {failure.message}"
+                failure.message = f"{rank.name} does not describe itself: {failure.message}"
             raise failure from error
         if message.schema_revision != SCHEMA_REVISION:
             raise SchemaMismatch(
-                f"the worker of {rank.address.name} speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                f"the worker of {rank.name} speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
                 "run the same release on both"
             )
         return message
 
     def _common_description(self, descriptions: list[WorkerDescription]) -> WorkerDescription:
-        """Returns what all ranks describe alike."""
+        """Returns the description of the replica; refuses differences between ranks."""
         if (differing := differing_rank(descriptions)) is not None:
             rank, difference = differing
             raise self._refused(
@@ -160,7 +136,7 @@ class Configuring:
         )
 
     def _group_epoch(self, epochs: list[str]) -> str:
-        """Returns the name of the group that the ranks form, or have formed already."""
+        """Returns the name of the group, new unless all ranks have formed it before."""
         if self._sizes.world_size == 1:
             return ""
         if len(set(epochs)) == 1:
@@ -171,10 +147,8 @@ class Configuring:
             "has been joined; processes that joined it start again"
         )
 
-    async def _configure(
-        self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
-    ) -> worker_pb2.ConfigureReady:
-        """Configures one rank; asks again while the rank says that it is not free yet."""
+    async def _configure(self, rank: Rank, request: worker_pb2.ConfigureRequest) -> worker_pb2.ConfigureReady:
+        """Configures a rank; asks again while the rank is not free."""
         now = asyncio.get_running_loop().time
         deadline = now() + CONFIGURE_RETRY_S + self._step_timeout_s
         while True:
@@ -184,11 +158,11 @@ class Configuring:
                 retry_ms = error.cause.retry_after_ms if isinstance(error.cause, Unavailable) else 0
                 if not retry_ms or now() > deadline:
                     raise
-                self._log.info("configure_again", worker=rank.address.worker_id, reason=error.message)
+                self._log.info("configure_again", worker=rank.worker_id, reason=error.message)
             await asyncio.sleep(retry_ms / 1000)
 
     async def _configure_once(
-        self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
+        self, rank: Rank, request: worker_pb2.ConfigureRequest
     ) -> worker_pb2.ConfigureReady:
         # No limit here: only the worker knows how long its model and its compiler may be silent, and it ends
         # itself beyond that (--configure-hang-timeout-s).
@@ -196,53 +170,43 @@ class Configuring:
             async for event in rank.stub.Configure(request):
                 if event.HasField("ready"):
                     return event.ready
-                self._note_progress(rank.address, event.progress)
+                self._note_progress(rank, event.progress)
         except grpc.aio.AioRpcError as error:
-            raise lost(rank.address, from_rpc_error(error)) from error
-        raise lost(rank.address, Internal("the worker ended Configure before it was ready"))
+            raise rank.lost(from_rpc_error(error)) from error
+        raise rank.lost(Internal("the worker ended Configure before it was ready"))
 
     def _check_equal(self, answers: list[worker_pb2.ConfigureReady], source: str) -> None:
         """Checks that all ranks are configured alike."""
         first = answers[0]
-        for rank, answer in enumerate(answers):
+        for rank, answer in zip(self._ranks, answers, strict=True):
             if answer.weights_digest != first.weights_digest:
                 raise self._refused(
-                    rank,
+                    rank.number,
                     f"has other weights of {source} (digest {answer.weights_digest[:12]}) than rank 0 "
                     f"({first.weights_digest[:12]}); give all ranks the same files",
                 )
             if answer.num_blocks != first.num_blocks:
                 counts = f"{list(answer.num_blocks)} KV blocks and rank 0 has {list(first.num_blocks)}"
-                raise lost(
-                    self._ranks[rank].address,
-                    Internal(
-                        f"{rank_name(self._replica_id, rank, self._sizes)} has {counts}; ranks must agree"
-                    ),
-                )
+                raise rank.lost(Internal(f"{rank.name} has {counts}; ranks must agree"))
 
-    def _refused(self, rank: int, text: str) -> ReplicaLost:
-        address = self._ranks[rank].address
-        return lost(address, ConfigurationRefused(f"{address.name} {text}"))
+    def _refused(self, number: int, text: str) -> ReplicaLost:
+        rank = self._ranks[number]
+        return rank.lost(ConfigurationRefused(f"{rank.name} {text}"))
 
-    def _note_progress(self, address: RankAddress, progress: worker_pb2.ConfigureProgress) -> None:
+    def _note_progress(self, rank: Rank, progress: worker_pb2.ConfigureProgress) -> None:
         phase = worker_pb2.ConfigureProgress.Phase.Name(progress.phase).removeprefix("PHASE_").lower()
         count = f" {progress.done}/{progress.total}" if progress.total else ""
-        self._progress[address.rank] = f"{phase}{count} {progress.message}".strip()
+        self._progress[rank.number] = f"{phase}{count} {progress.message}".strip()
         self._deployment.starting[self._replica_id] = "; ".join(
-            f"rank {rank}: {text}" if len(self._ranks) > 1 else text
-            for rank, text in sorted(self._progress.items())
+            f"rank {number}: {text}" if len(self._ranks) > 1 else text
+            for number, text in sorted(self._progress.items())
         )
         self._log.info(
             "progress",
-            worker=address.worker_id,
-            target=address.target,
+            worker=rank.worker_id,
+            target=rank.target,
             phase=phase,
             done=progress.done,
             total=progress.total,
             message=progress.message,
         )
-
-
-def lost(address: RankAddress, cause: TriptychError) -> ReplicaLost:
-    """Returns the error of a replica that one rank's failure ends."""
-    return ReplicaLost(f"{address.name} is lost: {cause.message}", address.rank, cause)
