@@ -286,6 +286,9 @@ class PoolShapeConfig:
                 )
 
 
+Shapes = ShapeConfig | PoolShapeConfig
+"""The static sizes of any deployment."""
+
 PoolingMethod = Literal["MEAN", "CLS", "LAST", "ALL"]
 """The pooling of a row's hidden states: mean of its real tokens, first, last, or a result for each token."""
 

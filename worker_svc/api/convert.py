@@ -12,7 +12,7 @@ from worker_svc.devices.base import BlockCopies, ChunkStarts
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
-from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, ShapeConfig, Shapes
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
@@ -138,7 +138,7 @@ def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingPa
     return defaults
 
 
-def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> ShapeConfig | PoolShapeConfig:
+def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> Shapes:
     """Returns the sizes that the scheduler asks for, unchecked."""
     if request.pool_shapes:
         return PoolShapeConfig(tuple(map(shape_from_proto, request.pool_shapes)))

@@ -32,7 +32,7 @@ from worker_svc.lora.checkpoint import is_named_like
 from worker_svc.lora.store import HostAdapter
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
-from worker_svc.shapes import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import Shapes
 
 R = TypeVar("R")
 
@@ -203,7 +203,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     def _configure(
         self,
-        shapes: ShapeConfig | PoolShapeConfig,
+        shapes: Shapes,
         epoch: str,
         progress: PhaseProgress,
         loop: asyncio.AbstractEventLoop,

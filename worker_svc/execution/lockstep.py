@@ -73,7 +73,7 @@ GiveUp = Callable[[str], None]
 
 
 class Steps(Protocol):
-    """What runs the steps of one rank: `execution.engine.GenerationEngine`."""
+    """What runs the steps of one rank: `execution.engine.Engine`."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device."""

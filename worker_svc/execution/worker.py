@@ -1,4 +1,4 @@
-"""A worker without its gRPC service: opens the device and the model, is configured, runs plans."""
+"""A worker without its gRPC service: opens device and model, takes a configuration, runs plans."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -17,7 +17,7 @@ from protos.steps import GroupKind, SlotOutput, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.devices import open_device
 from worker_svc.devices.base import BlockCopies, ChunkStarts, Device
-from worker_svc.execution.engine import Engine, GenerationEngine, PoolingEngine
+from worker_svc.execution.engine import Engine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader, rank_facts
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
@@ -38,7 +38,7 @@ from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.quantized.checkpoint_config import read as read_quantization
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
-from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
+from worker_svc.shapes import KvGroup, ModelDescription, ShapeConfig, Shapes, group_layers
 from worker_svc.vllm_settings import default_sampling
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE
 
 @dataclass(frozen=True)
 class Ready:
-    """What a configured worker runs with."""
+    """The configuration of a worker in service."""
 
-    shapes: ShapeConfig | PoolShapeConfig
+    shapes: Shapes
     """The sizes, with `num_blocks` set."""
     bytes_per_block: tuple[int, ...]
-    """Bytes of one block of each KV group, over all of its layers; empty for a pooling model."""
+    """Bytes of a block of each KV group, over all of its layers; empty for a pooling model."""
     phase_seconds: Mapping[Phase, float]
-    """How long each phase of the configuration took."""
+    """Duration of each phase of the configuration."""
     weights_digest: str
     """Equal for workers with the same weights; see `checkpoint.start_digest`."""
     block_copies: BlockCopies
@@ -66,7 +66,7 @@ class Ready:
 
 
 class Worker:
-    """One model on one device. All calls come from one thread."""
+    """A model on a device. All calls come from the same thread."""
 
     device: Device
     """Set by `prepare`."""
@@ -75,53 +75,52 @@ class Worker:
     groups: tuple[KvGroup, ...]
     """The model's KV groups; set by `prepare`."""
     grammars: GrammarCompiler | None
-    """Compiles grammars on its own threads; `None` before `prepare` and for models without grammar
-    support."""
+    """Compiles grammars on its own threads; `None` before `prepare` and for models without support."""
 
     def __init__(self, settings: Settings, give_up: GiveUp = sys.exit) -> None:
-        """Does nothing slow: `prepare` and `configure` do. `give_up` ends a process that cannot go on."""
+        """Opens nothing yet. `give_up` ends a process that cannot go on."""
         self._settings = settings
         self.layout = settings.layout
         """This process' rank."""
         self._give_up = give_up
-        # Whether joining or a configuration failed, perhaps on this rank alone: others may wait for it.
+        # Whether joining or a configuration failed, perhaps on this rank only: others may wait for it.
         self._is_apart = False
         self.epoch = ""
-        """The group of ranks that this process joins or has joined; empty if none."""
+        """The group of ranks of this process, from the moment it joins; empty if none."""
         self._group: RankGroup | None = None
         self._leader: Leader | None = None
         self.follower: Follower | None = None
-        """Runs what rank 0 announces; set on the other ranks once they are configured."""
+        """Runs the announcements of rank 0; set on the other ranks once they are configured."""
         self._log = get_logger()
         self._model: VllmModel | None = None
-        self._engine: Engine[Any, Any] | None = None
+        self._engine: Engine | None = None
         self._loaded = False
         self._digest: Future[str] = Future()
         # The matchers of this rank, for their times.
         self._own_constraints: Constraints | None = None
-        self._requested: ShapeConfig | PoolShapeConfig | None = None
+        self._requested: Shapes | None = None
         self._ready: Ready | None = None
         self.default_sampling: Mapping[str, float] = {}
         """The sampling parameters of requests that omit them; set by `prepare`."""
         self.adapters: AdapterStore | None = None
         """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
         self.packs_texts = False
-        """Whether it runs packed shapes of a pooling model, whose graphs may be many; set by `prepare`."""
+        """Whether pooling shapes may be packed, with many graphs; set by `prepare`."""
         self.grammars = None
         self.groups = ()
 
     @property
     def code_folder(self) -> Path | None:
-        """The folder of the compiled code that `configure` found or made, if there is any."""
+        """The folder of the compiled code in use, if there is any."""
         return None if self._engine is None else self._engine.code_folder
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran in the last `configure`."""
+        """Compiler runs in the last `configure`."""
         return 0 if self._engine is None else self._engine.num_compiled
 
     def report(self) -> WorkerReport:
-        """Returns what the worker has counted since it was configured. Safe on any thread."""
+        """Returns the counters since the configuration. Safe on any thread."""
         return WorkerReport(
             late_graphs=0 if self._engine is None else self._engine.num_late,
             grammar_us=round(self._own_constraints.seconds * 1e6) if self._own_constraints else 0,
@@ -199,12 +198,12 @@ class Worker:
             import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
         )  # fmt: skip
 
-    def is_configured_as(self, shapes: ShapeConfig | PoolShapeConfig) -> bool:
-        """Whether `configure` with these shapes would change nothing."""
+    def is_configured_as(self, shapes: Shapes) -> bool:
+        """Whether the worker runs with these shapes already."""
         return self._ready is not None and shapes == self._requested
 
-    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> None:
-        """Refuses what `configure` would refuse before it loads the weights. Changes nothing.
+    def check(self, shapes: Shapes) -> None:
+        """Makes the checks of `configure` that need no weights. Changes nothing.
 
         Raises:
             ConfigurationRefused: if the shapes do not suit the model or the device.
@@ -212,25 +211,22 @@ class Worker:
         assert self._engine is not None, "the worker is prepared"
         self._engine.check_start(self._engine.check(shapes))
 
-    def configure(
-        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
-    ) -> Ready:
+    def configure(self, shapes: Shapes, progress: PhaseProgress, *, epoch: str = "") -> Ready:
         """Loads the weights, allocates memory and warms up. The same shapes again change nothing.
 
         Args:
             shapes: the static shapes.
             progress: receives the progress of each phase.
-            epoch: the group to join, if the replica has several ranks; all are configured at the same time.
+            epoch: the group to join in a replica of several ranks, all configured at the same time.
 
         Raises:
-            ConfigurationRefused: if the shapes or the weights do not suit the device; the worker can be
-                configured again.
+            ConfigurationRefused: if shapes or weights do not suit the device. Another try may follow.
             Unavailable: if the ranks do not meet, this process belongs to another group, or rank 0 has not
                 begun this configuration yet.
         """
         self.join(epoch)
         if self.adapters is not None:
-            self.adapters.forget()  # ids are the scheduler's own, and this may be another one
+            self.adapters.forget()  # this may be another scheduler, with ids of its own
         if self._ready is not None and self.is_configured_as(shapes):
             return self._ready
         engine, phases = self._engine, Phases(progress)
@@ -250,7 +246,7 @@ class Worker:
             # All ranks raise Unavailable, or none.
             self._is_apart = not isinstance(error, Unavailable)
             raise
-        # Most objects that exist now live as long as the process; later collections can skip them.
+        # Most live objects stay as long as the process; later collections can skip them.
         gc.collect()
         gc.freeze()
         self._requested = shapes
@@ -265,7 +261,7 @@ class Worker:
         return self._ready
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Hands one step to the device; see `Engine.launch`.
+        """Hands a step to the device; see `Engine.launch`.
 
         Raises:
             Internal: if the worker is not configured, or the plan contradicts earlier plans.
@@ -275,7 +271,7 @@ class Worker:
         return (self._leader or self._engine).launch(plan)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Launches one step and waits for its outputs, as `PendingStep.wait` returns them."""
+        """Launches a step and waits for its outputs; see `PendingStep.wait`."""
         return self.launch(plan).wait()
 
     def reset(self) -> None:
@@ -285,9 +281,9 @@ class Worker:
             steps.reset()
 
     def reserve_adapter(self, adapter_id: int, needed: Collection[int]) -> list[int]:
-        """Makes room on the host for an adapter that is about to be read; returns those that leave for it.
+        """Makes room on the host for an adapter before its read; returns the evicted adapters.
 
-        A rank other than 0 takes every adapter: rank 0 announces which leave.
+        Only rank 0 evicts, and announces it to the other ranks.
 
         Raises:
             Overloaded: if all others on the host are `needed`.
@@ -302,7 +298,7 @@ class Worker:
         return displaced
 
     def unload_adapter(self, adapter_id: int) -> None:
-        """Frees an adapter on this rank's host, and on the others' once earlier plans have run there."""
+        """Frees an adapter on this rank's host, and after earlier plans on the other ranks'."""
         if self._leader is not None:
             self._leader.unload(adapter_id)
         self._unload(adapter_id)
@@ -317,7 +313,7 @@ class Worker:
             self.grammars.close()
 
     def join(self, epoch: str) -> None:
-        """Joins the group of the replica's ranks, once in the process' life; a replica of one has none.
+        """Joins the group of the replica's ranks, once in the process' life. A replica of one needs none.
 
         Raises:
             ConfigurationRefused: if the scheduler does not name a group, or the ranks differ.
@@ -335,9 +331,7 @@ class Worker:
                 "an earlier configuration failed on this rank, and other ranks may still wait in it"
             )
             raise Unavailable("this rank ends after a failed configuration; retry once it is back")
-        assert isinstance(engine, GenerationEngine), (
-            "the model's adapter refuses pooling models on several ranks"
-        )
+        assert engine is not None, "the worker is prepared"
         if not self.epoch:
             self.epoch, self._is_apart = epoch, True
             self._group = RankGroup(
@@ -365,7 +359,7 @@ class Worker:
             self._give_up("the replica's ranks have formed another group since this one was lost")
             raise Unavailable("this rank belongs to an earlier group and ends; retry once it is back")
 
-    def _release(self, engine: Engine[Any, Any]) -> None:
+    def _release(self, engine: Engine) -> None:
         """Drops the current configuration."""
         self._requested, self._ready = None, None
         engine.release()
@@ -384,7 +378,7 @@ class Worker:
         self._model.load_weights(progress)
         self._loaded = True
 
-    def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine[Any, Any]:
+    def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine:
         settings, device = self._settings, self.device
         recorded = options.level > 0 and not device.has_own_compiler
         budget = MemoryBudget(
@@ -393,16 +387,7 @@ class Worker:
         compilation = Compilation(
             settings, device, options, folder=self.folder, description=self.description, groups=self.groups
         )
-        if self.description.pooling is not None:
-            return PoolingEngine(
-                model,
-                device,
-                self.description,
-                budget=budget,
-                compilation=compilation,
-                options=options,
-            )
-        return GenerationEngine(
+        return Engine(
             model,
             device,
             self.description,

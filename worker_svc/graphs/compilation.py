@@ -18,7 +18,7 @@ from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
-from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, ModelDescription, Shapes
 
 
 def keeps_code(level: int, device: Device) -> bool:
@@ -101,7 +101,7 @@ class Compilation:
         """
         return graphs.num_compiled if self._num_added is None else self._num_added
 
-    def find(self, shapes: ShapeConfig | PoolShapeConfig) -> None:
+    def find(self, shapes: Shapes) -> None:
         """Looks up the code of shapes, before the weights are loaded.
 
         Raises:
@@ -116,13 +116,13 @@ class Compilation:
         cache = CompileCache(folder) if folder else None
         self._code = CompiledCode(cache, self._fields(shapes), required=settings.require_precompiled)
 
-    def verification_cache(self, shapes: ShapeConfig | PoolShapeConfig) -> VerificationCache:
+    def verification_cache(self, shapes: Shapes) -> VerificationCache:
         """Returns which graphs were compared with the model in earlier starts."""
         if self._device.has_own_compiler or not self._options.level:
             return VerificationCache(None, {})  # nothing is replayed
         return VerificationCache(self._settings.cache_folder(self._device.name), self._fields(shapes))
 
-    def _fields(self, shapes: ShapeConfig | PoolShapeConfig) -> dict[str, str]:
+    def _fields(self, shapes: Shapes) -> dict[str, str]:
         options, settings = self._options, self._settings
         return code_fields(
             self._model_folder,

@@ -10,7 +10,7 @@ from typing import Final
 
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes import KvGroup, PoolingDescription, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, PoolingDescription, PoolShapeConfig, ShapeConfig, Shapes
 
 # Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 2
@@ -28,7 +28,7 @@ def code_fields(
     dtype: str,
     quantization: str | None,
     groups: Sequence[KvGroup],
-    shapes: ShapeConfig | PoolShapeConfig,
+    shapes: Shapes,
     sizes: Sequence[int] | None,
     layout: RankLayout,
     pooling: PoolingDescription | None = None,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 from unittest import mock
 
 import torch
@@ -31,7 +31,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.settings import Settings
-from worker_svc.shapes import AttentionLayer, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ModelDescription, ShapeConfig, Shapes, group_layers
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel
@@ -114,7 +114,7 @@ class NullWorker(MeasuredWorker):
         self.device = open_device("cpu")
         self._model = cast("VllmModel", _NullModel())
         self.groups = group_layers(self.description.layers, GroupKind.PAGED_WINDOW)
-        self._engine: Engine[Any, Any] = NullEngine(self._step_s)
+        self._engine: Engine = NullEngine(self._step_s)
         self._digest.set_result("")
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class NullWorker(MeasuredWorker):
         self._no_files.cleanup()
 
 
-class NullEngine(Engine[Any, Any]):
+class NullEngine(Engine):
     """Generates a constant token for each row after a step of constant time."""
 
     bytes_per_block: tuple[int, ...] = (1,)
@@ -133,17 +133,18 @@ class NullEngine(Engine[Any, Any]):
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
-    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
+    def check(self, shapes: Shapes) -> ShapeConfig:
         """Accepts all shapes of a generating model."""
         assert isinstance(shapes, ShapeConfig)
         return shapes
 
-    def check_start(self, shapes: ShapeConfig) -> None:
+    def check_start(self, shapes: Shapes) -> None:
         """Everything fits."""
 
-    def start(self, shapes: ShapeConfig, load: Callable[[], None], phases: Phases) -> ShapeConfig:
+    def start(self, shapes: Shapes, load: Callable[[], None], phases: Phases) -> ShapeConfig:
         """Returns the shapes with blocks for all slots."""
         del load, phases
+        assert isinstance(shapes, ShapeConfig)
         # Linux wakes a sleeper up to 50 µs late by default, a tenth of a step.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
         blocks = 1 + shapes.max_num_seqs * shapes.table_width

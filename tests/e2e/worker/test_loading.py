@@ -15,7 +15,7 @@ from tests.support import tiny_models
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import open_device
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.execution.engine import GenerationEngine
+from worker_svc.execution.runner import Runner
 from worker_svc.execution.worker import Worker
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import LoadFormat, Settings
@@ -129,8 +129,8 @@ def test_a_new_configuration_frees_the_old_cache_first(single: Path) -> None:
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
     worker.prepare()
     worker.configure(SHAPES, lambda *_: None)
-    assert isinstance(worker._engine, GenerationEngine)
-    assert worker._engine._runner is not None
+    assert worker._engine is not None
+    assert isinstance(worker._engine._runner, Runner)
     old = [weakref.ref(cache) for tensors in worker._engine._runner.cache._tensors for cache in tensors]
     held: list[bool] = []
 

@@ -16,8 +16,8 @@ from protos.service.settings import load
 from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.paths import ROOT
 from tests.support.sampling_params import pooling_params, sampling_params
-from worker_svc.execution.engine import PoolingEngine
 from worker_svc.execution.worker import Worker
+from worker_svc.pooling import PoolRunner
 from worker_svc.settings import Settings
 from worker_svc.shapes import PoolShapeConfig
 
@@ -58,8 +58,8 @@ def run(job: Job) -> Result:
     shapes = [PoolShape(*shape) for shape in job.shapes]
     worker.configure(PoolShapeConfig(tuple(shapes)), lambda *_: None)
     engine = worker._engine
-    assert isinstance(engine, PoolingEngine)
-    assert engine._runner is not None
+    assert engine is not None
+    assert isinstance(engine._runner, PoolRunner)
     graphs = engine._runner.graphs
     assert worker.description.pooling is not None
     halves = worker.description.pooling.token_types

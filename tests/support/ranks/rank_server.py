@@ -18,15 +18,15 @@ from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution import worker as worker_module
-from worker_svc.execution.engine import GenerationEngine
+from worker_svc.execution.engine import Engine
 from worker_svc.execution.worker import Worker
 from worker_svc.phases import Phases
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import Settings
-from worker_svc.shapes import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import ShapeConfig, Shapes
 
 
-class FakeEngine(GenerationEngine):
+class FakeEngine(Engine):
     """An engine whose steps and warm-up meet those of the other ranks."""
 
     bytes_per_block = (64,)
@@ -43,12 +43,12 @@ class FakeEngine(GenerationEngine):
         self.layout = layout
         self.group = None
 
-    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
+    def check(self, shapes: Shapes) -> ShapeConfig:
         """Accepts all shapes."""
         assert isinstance(shapes, ShapeConfig)
         return shapes
 
-    def start(self, shapes: ShapeConfig, load: Callable[[], None], phases: Phases) -> ShapeConfig:
+    def start(self, shapes: Shapes, load: Callable[[], None], phases: Phases) -> Shapes:
         """Warms up: all ranks must, at the same time and with the same shapes."""
         self._check_equal(shapes)
         self._ranks.launch_together(self.layout.rank, f"warm up {shapes}")

@@ -17,7 +17,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.settings import Settings
-from worker_svc.shapes import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import ShapeConfig, Shapes
 
 KIND = sys.argv.pop(1)
 NATIVE_SLEEP_S = 120
@@ -31,9 +31,7 @@ class FailingWorker(FakeWorker):
         super().__init__()
         del settings, give_up
 
-    def configure(
-        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
-    ) -> Ready:
+    def configure(self, shapes: Shapes, progress: PhaseProgress, *, epoch: str = "") -> Ready:
         for part in range(10 if KIND == "slow" else 0):
             progress("compile", part, 10, "a graph")
             time.sleep(0.15)

@@ -9,7 +9,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import Shapes
 
 
 class FakeWorker:
@@ -21,7 +21,7 @@ class FakeWorker:
     epoch = ""
 
     def __init__(self) -> None:
-        self.shapes: ShapeConfig | PoolShapeConfig | None = None
+        self.shapes: Shapes | None = None
         self.error: Exception | None = None
         """Fails configurations."""
         self.step_error: Exception | None = None
@@ -36,12 +36,10 @@ class FakeWorker:
     def join(self, epoch: str) -> None:
         """Is alone."""
 
-    def is_configured_as(self, shapes: ShapeConfig | PoolShapeConfig) -> bool:
+    def is_configured_as(self, shapes: Shapes) -> bool:
         return shapes == self.shapes
 
-    def configure(
-        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
-    ) -> Ready:
+    def configure(self, shapes: Shapes, progress: PhaseProgress, *, epoch: str = "") -> Ready:
         del epoch
         if self.error is not None:
             raise self.error

@@ -17,7 +17,7 @@ from tests.support.worker.layerless import POISON, Echo, PlainDevice
 from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.base import Device
-from worker_svc.execution.engine import PoolingEngine
+from worker_svc.execution.engine import Engine
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.compile_cache import MANIFEST
@@ -334,7 +334,7 @@ def folder(tmp_path: Path) -> Path:
 
 def make_engine(
     model: Echo, folder: Path, *, level: int = 1, warm_up: bool = True, refuse: bool = False
-) -> PoolingEngine:
+) -> Engine:
     def check_memory(_: PoolShapeConfig) -> None:
         if refuse:
             raise ConfigurationRefused("too large")
@@ -346,7 +346,7 @@ def make_engine(
     options = graph_options(settings, device)
     compilation = Compilation(settings, device, options, folder=folder, description=DESCRIPTION, groups=())
     budget = cast("MemoryBudget", SimpleNamespace(check_pooling=check_memory))
-    return PoolingEngine(model, device, DESCRIPTION, budget=budget, compilation=compilation, options=options)
+    return Engine(model, device, DESCRIPTION, (), budget=budget, compilation=compilation, options=options)
 
 
 def test_sizes_of_a_generating_model_are_refused(folder: Path) -> None:
