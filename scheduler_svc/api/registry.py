@@ -28,8 +28,8 @@ from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.rank import ParallelSizes, Rank, ReplicaLost
 from scheduler_svc.workers.step_loop import Hung, Left
 
-# Workers with failed steps that are remembered; a restarted process is another worker.
-_REMEMBERED = 256
+# Most workers with remembered failed steps; a restarted process is another worker.
+_REMEMBERED = 1024
 
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
@@ -95,10 +95,7 @@ def _target_of(request: registry_pb2.RegisterRequest, peer: str) -> str:
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
-    """Keeps a Register stream open for each rank.
-
-    A stream ends with its worker. If a stream ends, its rank is lost, and with it the replica.
-    """
+    """Keeps a Register stream open for each rank. A rank ends with its stream, and with it the replica."""
 
     def __init__(
         self,
@@ -117,11 +114,9 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._security = security
         self._step_timeout_s = step_timeout_s
         self._detach_after_failed_steps = detach_after_failed_steps
-        # Workers that lost their registration after a failed step.
+        # By worker, the latest registration last.
         self._failed_steps: dict[str, FailedSteps] = {}
-        # The worker of rank 0 of each driven replica, and its failed steps.
-        self._driven: dict[str, tuple[str, FailedSteps]] = {}
-        # The groups with a registered rank, by replica.
+        # Groups with a registered rank, by replica.
         self._groups: dict[str, RankGroup] = {}
         self._closed = False
         self._log = get_logger()
@@ -180,17 +175,13 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     def _close(self, replica_id: str) -> None:
         del self._groups[replica_id]
         self._deployment.starting.pop(replica_id, None)
-        if replica_id in self._driven:
-            self._remember(*self._driven.pop(replica_id))
 
     def _make_driver(self, ranks: Sequence[Rank], on_ready: Callable[[], None]) -> ReplicaDriver:
-        failed_steps = self._failed_steps_of(ranks[0].worker_id)
-        self._driven[ranks[0].replica_id] = ranks[0].worker_id, failed_steps
         return ReplicaDriver(
             ranks,
             self._deployment,
             step_timeout_s=self._step_timeout_s,
-            failed_steps=failed_steps,
+            failed_steps=self._failed_steps_of(ranks[0].worker_id),
             on_ready=on_ready,
             security=self._security,
         )
@@ -209,15 +200,11 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             await group.close()
 
     def _failed_steps_of(self, worker_id: str) -> FailedSteps:
-        return self._failed_steps.get(worker_id) or FailedSteps(self._detach_after_failed_steps)
-
-    def _remember(self, worker_id: str, failed_steps: FailedSteps) -> None:
-        """Keeps the count of a worker that failed its last step, for its next registration."""
-        self._failed_steps.pop(worker_id, None)
-        if failed_steps.in_a_row:
-            self._failed_steps[worker_id] = failed_steps
+        found = self._failed_steps.pop(worker_id, None) or FailedSteps(self._detach_after_failed_steps)
+        self._failed_steps[worker_id] = found
         if len(self._failed_steps) > _REMEMBERED:
             del self._failed_steps[next(iter(self._failed_steps))]
+        return found
 
 
 def _log_loss(log: FilteringBoundLogger, error: TriptychError) -> None:

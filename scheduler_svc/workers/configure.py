@@ -136,7 +136,7 @@ class Configurator:
         )
 
     def _group_epoch(self, epochs: list[str]) -> str:
-        """Returns the name of the group, new unless all ranks have formed it before."""
+        """Returns the name of the group, new unless all ranks formed it before."""
         if self._sizes.world_size == 1:
             return ""
         if len(set(epochs)) == 1:

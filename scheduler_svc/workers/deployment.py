@@ -1,4 +1,4 @@
-"""The deployment: all workers of one model, and whether requests can be served."""
+"""The deployment: all workers of one model, and its readiness for requests."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ from scheduler_svc.workers.replicas import (
 )
 from scheduler_svc.workers.step_loop import StepScheduler
 
-# Delay after a replica is lost: by then its driver has dropped the last references to its block pools.
+# Delay after the loss of a replica, for its driver to drop the last references to the block pools.
 _DISMANTLE_DELAY_S = 5.0
 
 # All facts about the served model in which replicas must agree.
@@ -41,17 +41,12 @@ class Deployment:
     """Joins settings, engine and replicas."""
 
     def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
-        """Starts without replicas.
-
-        Args:
-            settings: the scheduler's settings.
-            engine: the engine. Default: one that the settings describe.
-        """
+        """Starts without replicas; the settings describe the default engine."""
         clock = time.monotonic
         self._settings = settings
         self._log = get_logger()
         self._give_up: asyncio.TimerHandle | None = None
-        # Runs after the last loss: until then, requests wait for a worker that is large enough.
+        # Runs after the last loss. Until then, requests wait for a worker of sufficient size.
         self._oversized: asyncio.TimerHandle | None = None
         path = histogram_path(settings.state_dir) if settings.state_dir else None
         self.histogram = BatchHistogram(path, settings.batchsize_log_interval_s, clock, self._log)
@@ -61,31 +56,31 @@ class Deployment:
         self._generating = GeneratingReplicas(settings, self.engine, self.histogram, clock)
         self._pooling = PoolingReplicas(settings, self.engine, clock)
         self.served: ServedModel | None = None
-        """The model and its files; set when the first replica attaches."""
+        """The model and its files, from the first replica."""
         self.starting: dict[str, str] = {}
-        """Replicas that are not ready yet, each with its last progress message."""
+        """The last progress message of each replica before it is ready."""
         self.phase_seconds: dict[str, Mapping[str, float]] = {}
-        """How long each phase of its configuration took, by replica."""
+        """Seconds of each phase of configuration, by replica."""
         self.timeouts = RequestTimeouts(
             self.engine,
             queue_s=settings.queue_timeout_s,
             token_s=settings.token_timeout_s,
             clock=clock,
         )
-        """Ends requests that have waited too long."""
+        """Ends requests after too long a wait."""
         # Replicas with a stall.
         self._stalled: set[str] = set()
         self.losses = Losses()
-        """Counts lost workers and the requests that they made suspects."""
+        """Counts lost workers and their effect on requests."""
         self._serving_listeners: list[Callable[[bool], None]] = []
         self._detach_listeners: list[Callable[[str, Totals], None]] = []
 
     def on_serving(self, listener: Callable[[bool], None]) -> None:
-        """Calls `listener` with whether any replica is ready, on every change."""
+        """Calls `listener` with True as long as any replica is ready, on every change."""
         self._serving_listeners.append(listener)
 
     def on_detach(self, listener: Callable[[str, Totals], None]) -> None:
-        """Calls `listener` with the id and the final counters of every replica that is lost or leaves."""
+        """Calls `listener` with the id and the final counters of every departing replica."""
         self._detach_listeners.append(listener)
 
     # ---- replicas ----
@@ -96,7 +91,7 @@ class Deployment:
         Raises:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
-        # Before a worker of another model loads anything.
+        # Refuse a worker of another model before it loads anything.
         expected = self.served.info.source if self.served else self._settings.expect_model
         if expected and (source := description.model.source) != expected:
             raise ConfigurationRefused(
@@ -114,12 +109,10 @@ class Deployment:
         files: Mapping[str, bytes],
         link: WorkerLink,
     ) -> StepScheduler:
-        """Adds a configured worker as a replica and returns its scheduler.
-
-        The first one fixes the served model.
+        """Adds a configured worker as a replica and returns its scheduler; the first fixes the served model.
 
         Raises:
-            ConfigurationRefused: the worker serves another model or other shapes than the replicas before it.
+            ConfigurationRefused: the worker serves another model or other shapes than earlier replicas.
         """
         served = describe_served(
             description.model,
@@ -144,7 +137,7 @@ class Deployment:
         return scheduler
 
     def detach(self, replica_id: str, loss: Loss) -> None:
-        """Removes a replica. Its requests wait for another one, but only for a while."""
+        """Removes a replica. Its requests wait a limited time for another."""
         self.starting.pop(replica_id, None)
         self.phase_seconds.pop(replica_id, None)
         self._stalled.discard(replica_id)
@@ -195,12 +188,12 @@ class Deployment:
     # ---- service ----
 
     def dispatch(self) -> None:
-        """Gives waiting requests to replicas that have room. Every driver calls this between two steps."""
+        """Places waiting requests on replicas with room. Every driver calls this between two steps."""
         self.engine.dispatch()
         self.histogram.tick()
 
     def load(self) -> Load:
-        """Returns the current load, with replicas that are starting."""
+        """Returns the current load, including starting replicas."""
         load = self.engine.load()
         starting = (ReplicaLoad(name, starting=detail) for name, detail in self.starting.items())
         return replace(load, replicas=(*load.replicas, *starting))
@@ -222,7 +215,7 @@ class Deployment:
             )
 
     def _suspend(self) -> None:
-        """Gives up waiting for a worker: requests fail at once until one is back."""
+        """Stops waiting for a worker: requests fail at once until a worker is back."""
         self._give_up = None
         wait_s = self._settings.replica_wait_s
         error = Unavailable(f"no worker was ready for {wait_s:g} s; retry later", retry_after_ms=5000)
@@ -233,7 +226,7 @@ class Deployment:
 def make_memory(
     setup: ReplicaSetup, description: WorkerDescription, num_blocks: tuple[int, ...]
 ) -> KvCache | None:
-    """Makes a replica's KV memory on a thread; its many objects start no collection meanwhile."""
+    """Makes a replica's KV memory on a thread, without collections caused by its many objects."""
     gc.disable()
     try:
         return setup.make_memory(description, num_blocks)

@@ -125,7 +125,7 @@ def _copies_blocks(value: "worker_pb2.BlockCopies.ValueType") -> bool:
 
 
 def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup, ...]:
-    """Reads a model's KV groups, by id.
+    """Converts a model's KV groups, by id.
 
     Raises:
         ConfigurationRefused: a kind is unknown, or the ids are not 0, 1, 2, ...

@@ -1,4 +1,4 @@
-"""The driver of one replica: dials its ranks, configures them, and steps rank 0 until a rank is lost."""
+"""The driver of a replica: dials its ranks, configures them, and steps rank 0 until a rank is lost."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ _LOSSES: Mapping[type[Exception], Loss] = {
 
 
 class ReplicaDriver:
-    """Drives the ranks of one replica from their registration to their end.
+    """Drives the ranks of a replica from their registration to their end.
 
     All ranks are configured. Rank 0 alone receives plans and passes each step on to the others.
     """
@@ -74,7 +74,7 @@ class ReplicaDriver:
         self._attached = False
         self._loop: StepLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        # The reason once a registration has ended, and whether its worker has registered again.
+        # The reason after the end of a registration, and whether its worker registered again.
         self._lost: ReplicaLost | None = None
         self._returned = False
         # The rank that announced its departure.
@@ -96,11 +96,11 @@ class ReplicaDriver:
             self.lose(self._left())
 
     def lose(self, error: ReplicaLost, *, returned: bool = False) -> None:
-        """Ends at once, because the registration of ``error.rank`` has ended.
+        """Ends at once, because the registration of ``error.rank`` ended.
 
         Args:
             error: the reason.
-            returned: whether the rank has registered again, so that only its old connection is dead.
+            returned: whether the rank registered again, so that only its old connection is dead.
         """
         if self._ending or self._lost is not None or self._task is None:
             return

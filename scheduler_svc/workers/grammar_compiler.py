@@ -1,4 +1,4 @@
-"""Compiles grammars on one worker."""
+"""Compiles grammars on a worker."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Answered: TypeAlias = Callable[[float | TriptychError], None]
 
 
 class GrammarCompiler:
-    """The open CompileGrammar calls of one worker."""
+    """The open CompileGrammar calls of a worker."""
 
     def __init__(self, stub: "worker_pb2_grpc.WorkerAsyncStub", log: FilteringBoundLogger) -> None:
         """Starts without calls."""

@@ -1,4 +1,4 @@
-"""The registered ranks of one replica: they wait for one another until a driver serves all of them."""
+"""The registered ranks of a replica: they wait for one another until a driver serves all of them."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ _FINAL = (ConfigurationRefused, InvalidArgument, Left)
 
 
 class RankGroup:
-    """The ranks of one replica, from the first registration to the end of the replica.
+    """The ranks of a replica, from the first registration to the end of the replica.
 
     The loss of the replica ends its group. Its ranks register again and form another.
     """
@@ -34,7 +34,7 @@ class RankGroup:
             replica_id: the replica.
             make_driver: returns the driver of all ranks, given a function to call when the replica is ready.
             starting: messages for people about replicas that are not ready yet.
-            on_closed: called once with the replica, when no rank is left or the driver has ended.
+            on_closed: called once with the replica, when no rank is left or the driver ended.
             wait_s: seconds to wait for missing ranks before the others start again.
         """
         self._replica_id = replica_id
@@ -89,7 +89,7 @@ class RankGroup:
         self._task.add_done_callback(self._driver_ended)
 
     def remove(self, rank: Rank, cause: TriptychError, *, returned: bool = False) -> bool:
-        """Ends a registration, and with it the replica if the driver has started.
+        """Ends a registration, and with it the replica once the driver runs.
 
         Args:
             rank: a rank.
@@ -97,7 +97,7 @@ class RankGroup:
             returned: whether the worker itself is well and only its connection is dead or to be closed.
 
         Returns:
-            False if the registration has ended before.
+            False if the registration ended before.
         """
         if self.ending or self._ranks.get(rank.number) is not rank:
             return False
@@ -172,7 +172,7 @@ class RankGroup:
         return ranks_text(set(range(world_size)) - self._ranks.keys())
 
     def _announce_lost(self) -> None:
-        """Restarts the processes of a broken group: a frozen process may not have heard of its end.
+        """Restarts the processes of a broken group: a frozen process may have missed its end.
 
         New processes continue to wait.
         """

@@ -1,4 +1,4 @@
-"""Lost workers, and the failed steps of one that is not lost yet."""
+"""Lost workers, and failed steps that may cost a worker its registration."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from protos.service.logs import get_logger
 from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.workers.progress import Stall
 
-# Ids of requests that a log line names at most.
+# Most request ids in a log line.
 _MOST_NAMED = 16
 
 
@@ -19,17 +19,17 @@ class Losses:
     def __init__(self) -> None:
         """Starts without losses."""
         self.workers: Counter[Loss] = Counter()
-        """Attached workers that were lost or left, by reason."""
+        """Attached workers, lost or left, by reason."""
         self.stalls: Counter[Stall] = Counter()
         """Stalls of replicas by kind."""
         self.num_suspects = 0
-        """Times that a request became a suspect because of a lost worker."""
+        """Suspects so far: a request counts once for each lost worker."""
         self.num_failed = 0
-        """Requests that failed because too many workers were lost with them."""
+        """Requests failed after the loss of too many workers."""
         self._log = get_logger()
 
     def note(self, replica_id: str, loss: Loss, detached: Detached) -> None:
-        """Counts a loss and logs what it means for requests."""
+        """Counts a loss and logs its effect on requests."""
         self.workers[loss] += 1
         self.num_suspects += len(detached.suspects)
         self.num_failed += len(detached.failed)
@@ -58,32 +58,27 @@ class FailedTooOften(Unavailable):
 
 
 class FailedSteps:
-    """Counts the steps that a worker failed in a row.
+    """Counts the consecutive failed steps of a worker.
 
-    A worker with a broken device fails its steps in no time, so it always looks empty. After too many failed
-    steps it is detached, and after one more each time it is back. Its pauses double until a step succeeds.
+    A worker with a broken device fails its steps in no time and always looks empty. It is detached after too
+    many failed steps, then after each one. Its pauses double until a step succeeds.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] | None = None) -> None:
-        """Starts without failures.
-
-        Args:
-            limit: failed steps in a row that cost the worker its registration.
-            clock: monotonic seconds.
-        """
+        """Starts without failures; `limit` consecutive failed steps cost the worker its registration."""
         self._limit = limit
         self._clock = clock or monotonic
         self._last_s = 0.0
         self.in_a_row = 0
-        """Steps that failed since the last one that succeeded."""
+        """Failed steps since the last success."""
 
     @property
     def failing(self) -> bool:
-        """Whether the last step failed a short while ago; the more failed in a row, the longer that is."""
+        """Whether the last step failed recently; "recently" grows with the number of failures."""
         return self.in_a_row > 0 and self._clock() - self._last_s < _pause_s(self.in_a_row - 1)
 
     def succeeded(self) -> None:
-        """Notes a step that ran."""
+        """Notes a success."""
         self.in_a_row = 0
 
     def failed(self, reason: str) -> None:
@@ -98,15 +93,15 @@ class FailedSteps:
             raise FailedTooOften(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
 
     def stalled(self) -> None:
-        """Notes a worker that was given up because its steps computed nothing: it pauses, too."""
+        """Notes a stalled worker, which also pauses."""
         self.in_a_row = max(self.in_a_row + 1, self._limit)
         self._last_s = self._clock()
 
     def check(self) -> None:
-        """Checks that the worker may register now.
+        """Refuses a registration during a pause.
 
         Raises:
-            Unavailable: the worker has failed too many steps and its pause is not over.
+            Unavailable: the pause is not over.
         """
         excess = self.in_a_row - self._limit
         if excess < 0:

@@ -39,7 +39,7 @@ class FileReceiver:
         self._total = 0
 
     def add(self, name: str, data: bytes, *, last: bool) -> None:
-        """Adds the next piece; `last` ends a file.
+        """Adds the next piece; the `last` ends a file.
 
         Raises:
             Internal: the name is not a plain file name, or the files are too many or too large.

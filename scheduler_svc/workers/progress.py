@@ -8,12 +8,12 @@ from typing import Final
 from protos.errors import Unavailable
 
 MOST_IN_A_ROW: Final = 32
-"""Results in a row without computation that are a stall."""
+"""Consecutive results without computation that are a stall."""
 
 LONGEST_S: Final = 0.5
-"""Seconds from the first such result to the last, or for which running requests may have no plan."""
+"""Longest time between the first and the last such result, or without a plan for running requests."""
 
-# A few results without work may surround one slow step.
+# A few results without work may surround a slow step.
 _FEWEST = 4
 
 
@@ -21,60 +21,50 @@ class Stall(enum.Enum):
     """The kind of a stall; the value is its name in logs and metrics."""
 
     EMPTY = "empty"
-    """Plans without work, or whose work is skipped."""
+    """Plans without work or with skipped work."""
     UNPLANNED = "unplanned"
-    """Nothing: its scheduler makes no plan."""
+    """No plan from the scheduler."""
 
 
 class Stalled(Unavailable):
-    """A replica computed nothing again after it had started over."""
+    """A replica computed nothing, again after a new start."""
 
 
 class ProgressWatch:
-    """Watches one replica.
+    """Watches a replica.
 
-    Only results count, so a step that takes long is no stall; its time limit is another matter. Results of
-    plans that were sent before the first of a series do not count: on a pipeline, one failed chunk leaves
-    several plans without work. The first stall in a row makes the replica start over, and the second one
-    costs it its registration.
+    Only results count: a slow step is no stall and is limited elsewhere. Results of plans in flight at the
+    beginning of a series do not count, because on a pipeline a failed chunk leaves several plans without
+    work. The first stall makes the replica start over; the second in a row costs it its registration.
     """
 
     def __init__(
         self, on_change: Callable[[Stall | None], object], clock: Callable[[], float] = monotonic
     ) -> None:
-        """Starts watching.
-
-        Args:
-            on_change: called with each stall, and with None after recovery.
-            clock: monotonic seconds.
-        """
+        """Starts watching; `on_change` is called with each stall, and with None after recovery."""
         self._on_change = on_change
         self._clock = clock
-        # Results of the present series that count, and those to come that do not; None before a series.
+        # Results counted in this series, and results still to ignore; None before a series.
         self._count = 0
         self._excused: int | None = None
         self._since_s = 0.0
         self._stalled = False
 
     def computed(self) -> None:
-        """Notes a result of a step that ran or failed, or that no request runs."""
+        """Notes a step, failed or not, or that no request runs."""
         self._count, self._excused = 0, None
         if self._stalled:
             self._stalled = False
             self._on_change(None)
 
     def idled(self, stall: Stall, *, in_flight: int = 0) -> bool:
-        """Notes that nothing was computed while requests ran.
-
-        Args:
-            stall: the kind of a stall that this is a sign of.
-            in_flight: plans that are not answered.
+        """Notes that nothing was computed for running requests, with `in_flight` plans unanswered.
 
         Returns:
-            Whether the replica must start over.
+            Whether the replica must start over, because of a stall of this kind.
 
         Raises:
-            Stalled: it has started over already, and has computed nothing since.
+            Stalled: it computed nothing since its last new start.
         """
         if self._excused is None:
             self._excused = in_flight

@@ -63,7 +63,7 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """The rank for messages: `rank 1 of replica r0`, or `replica r0` of a replica with one rank."""
+        """The rank for messages: `rank 1 of replica r0`, or `replica r0` of a replica on one device."""
         replica = f"replica {self.replica_id}"
         return f"rank {self.number} of {replica}" if self.sizes.world_size > 1 else replica
 

@@ -34,7 +34,7 @@ from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.grammar_compiler import Answered
 from scheduler_svc.workers.step_loop import StepScheduler
 
-# What a replica whose worker cannot copy blocks does without.
+# Features of a replica that need copies of blocks.
 _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
@@ -44,42 +44,38 @@ class WorkerLink:
     """Calls of an engine to the driver of a worker. None of them blocks."""
 
     wake: Callable[[], None]
-    """Tells the step loop that there is work."""
+    """Signals work to the step loop."""
     compile_grammar: Callable[[Grammar, Answered], None]
     """Compiles a grammar, then calls the function with the outcome."""
     withdraw_grammar: Callable[[Grammar], None]
-    """Cancels compiling a grammar; its function is then not called."""
+    """Cancels the compilation of a grammar; its function is then not called."""
     load_adapter: Callable[[Adapter, int, Callable[[], Sequence[int]], LoadAnswer], None]
-    """Loads a LoRA adapter on every rank, given a new id and what returns the loads that must stay."""
+    """Loads a LoRA adapter on every rank, given a new id and a function for the ids of loads to keep."""
     unload_adapter: Callable[[int], None]
-    """Ends a load on every rank by its id, or frees what it has brought."""
+    """Ends a load on every rank by its id, or frees its adapter."""
     failing: Callable[[], bool]
     """Whether the worker's last step failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSetup:
-    """The configuration of one worker, and how to attach it once it runs with it."""
+    """The configuration of a worker, and its attachment to the engine once configured."""
 
     request: worker_pb2.ConfigureRequest
-    """The configuration for the worker."""
     max_model_len: int
-    """Longest sequence that the replica serves, tokens."""
+    """Longest sequence of the replica, tokens."""
     facts: Mapping[str, object]
     """The configuration for the log."""
     make_memory: Callable[[WorkerDescription, tuple[int, ...]], KvCache | None]
-    """Makes the KV memory of the configured worker, given its blocks per KV group; None if it has none. Safe
-    on any thread: a million blocks take a second."""
+    """Makes the KV memory, given blocks per KV group; None without KV memory. Safe on any thread: a million
+    blocks take a second."""
     attach: Callable[[WorkerDescription, KvCache | None, str, WorkerLink], StepScheduler]
-    """Attaches the replica to the engine, given the configured worker's description, its memory and the name
-    of the model.
-
-    Raises :class:`protos.errors.ConfigurationRefused` if it cannot serve beside the other replicas.
-    """
+    """Attaches the replica, given the name of the model; :class:`protos.errors.ConfigurationRefused` if it
+    contradicts the other replicas."""
 
 
 def warn_of_ignored(settings: Settings, names: Iterable[str], reason: str) -> None:
-    """Logs those of some settings that are set, and have no effect on the kind of model."""
+    """Logs the settings among `names` with a value but no effect on the kind of model."""
     fields = type(settings).model_fields
     if ignored := [name for name in names if getattr(settings, name) != fields[name].default]:
         get_logger().warning("settings_ignored", names=ignored, reason=reason)
@@ -100,14 +96,14 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
 
 
 def shapes_for(settings: Settings, description: WorkerDescription) -> ShapeConfig:
-    """Returns the static shapes for a worker: the settings, or its own defaults where they are unset.
+    """Returns the static shapes for a worker: the settings, or its own defaults.
 
     Raises:
         ConfigurationRefused: the settings contradict each other on this device.
     """
     stages = description.pipeline_stages
     manual = max(settings.decode_buckets) * stages if settings.decode_bucket_strategy == "manual" else None
-    # A device that usually runs one sequence runs one on each stage.
+    # A device for a single sequence runs one on each stage.
     max_num_seqs = settings.max_num_seqs or manual or max(description.default_max_num_seqs, stages)
     chunk = settings.chunk(description.default_chunk)
     block_size = settings.block_size or description.default_block_size
@@ -133,14 +129,7 @@ class GeneratingReplicas:
     def __init__(
         self, settings: Settings, engine: Engine, histogram: BatchHistogram, clock: Callable[[], float]
     ) -> None:
-        """Adds replicas to `engine`.
-
-        Args:
-            settings: the scheduler's settings.
-            engine: the engine of the deployment.
-            histogram: counts the decode batch sizes of all replicas.
-            clock: monotonic seconds.
-        """
+        """Adds replicas to `engine`; `histogram` counts the steps of all replicas."""
         self._settings = settings
         self._engine = engine
         self._histogram = histogram
@@ -264,7 +253,7 @@ class GeneratingReplicas:
                 chunk_starts=description.chunk_starts,
             ),
             keep=_KEEP_POLICIES[settings.keep_windows](),
-            # Higher than every sequence number that an earlier life of this replica can have used.
+            # Higher than every sequence number of an earlier life of this replica.
             first_event=time.time_ns() // 1000,
         )
 
@@ -278,10 +267,7 @@ class GeneratingReplicas:
         self._engine.grammar_compiled(replica_id, grammar)
 
     def _check_same_grid(self, shapes: ShapeConfig, replica_id: str) -> None:
-        """Refuses other chunks or blocks than the other replicas have.
-
-        A request computes its prefix keys once, for all replicas.
-        """
+        """Refuses chunks or blocks unlike other replicas': requests share prefix keys over all replicas."""
         for replica in self._engine.replicas.values():
             assert isinstance(replica.scheduler, ReplicaScheduler)  # all replicas run one model
             ours = replica.scheduler.shapes
@@ -299,13 +285,13 @@ class PoolingReplicas:
     """Sets up replicas of pooling models."""
 
     def __init__(self, settings: Settings, engine: Engine, clock: Callable[[], float]) -> None:
-        """Adds replicas to `engine`; `clock` gives monotonic seconds."""
+        """Adds replicas to `engine`."""
         self._settings = settings
         self._engine = engine
         self._clock = clock
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
-        """Chooses the static shapes of a worker: those of the replicas before it, if there are any.
+        """Chooses the static shapes of a worker, those of earlier replicas if there are any.
 
         Raises:
             ConfigurationRefused: the model or the device cannot run the shapes.

@@ -1,4 +1,4 @@
-"""How long a step may take before its worker counts as hung, and the timer that notices."""
+"""Time limits of steps, beyond which a worker counts as hung, and their timer."""
 
 import asyncio
 import math
@@ -8,47 +8,40 @@ from collections.abc import Callable, Hashable
 from protos.steps import Decode, Pool, Prefill, StepPlan, Work, slots_of
 
 SHORTEST_BUDGET_S = 5.0
-"""No step has less time: a process may stand still for that long, for example while its machine swaps."""
+"""Shortest limit: a process may stand still for as long, for example while its machine swaps."""
 
 TIMES_USUAL = 20
-"""A step may take this many times its usual time."""
+"""Limit of a step in usual times."""
 
-# A first step may include the compilation of its graph, and a second one its capture.
+# A first step may include the compilation of its graph, and a second step its capture.
 _KNOWN_AFTER = 4
 
-# Results of which the usual time is the median.
+# Results whose median is the usual time.
 _REMEMBERED = 9
 
-# Beyond this number of kinds, all are learned anew.
+# Beyond this number of kinds, all are learned again.
 _MOST_KINDS = 4096
 
-# A timer that fires later than this shows that this process stood still itself.
+# A timer as late as this shows that this process itself stood still.
 _STOOD_STILL_S = 1.0
 
 
 class UsualTime:
-    """The usual time of one kind of step."""
+    """The usual time of a kind of step."""
 
     def __init__(self, longest_s: float, first_s: float, graph: list["UsualTime"], context: int) -> None:
-        """Knows nothing yet; see :class:`StepBudgets`.
-
-        Args:
-            longest_s: no step may take longer, seconds.
-            first_s: the time of a step that makes its graph, seconds; 0 if none does.
-            graph: the kinds with a known time that run the same graph.
-            context: see :attr:`context`.
-        """
+        """Knows nothing yet; `graph` holds the kinds of the same graph with a known time."""
         self._longest_s, self._first_s = longest_s, first_s
         self._graph = graph
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self.context = context
         """The binary logarithm of the tokens of context."""
         self.usual_s = math.inf
-        """Seconds that such a step takes; infinite while not known."""
+        """Seconds of such a step; infinite while unknown."""
 
     @property
     def budget_s(self) -> float:
-        """Seconds that the next step of this kind may take."""
+        """Time limit of the next step of this kind, seconds."""
         usual_s = self.usual_s
         if usual_s == math.inf:
             if self._first_s or not self._graph:
@@ -59,7 +52,7 @@ class UsualTime:
         return min(self._longest_s, max(SHORTEST_BUDGET_S, TIMES_USUAL * usual_s))
 
     def observe(self, seconds: float) -> None:
-        """Notes the time that a step took."""
+        """Notes the time of a step."""
         known = self._seconds
         known.append(seconds)
         if len(known) < _KNOWN_AFTER:
@@ -70,30 +63,27 @@ class UsualTime:
 
 
 class StepBudgets:
-    """Learns how long the steps of one worker usually take.
+    """Learns the usual times of the steps of a worker.
 
-    Steps are of one kind if they run the same graph over about as much context, within a factor of two, and
-    use the same sampling parameters. Until the usual time of a kind is known, that of the slowest known kind
-    of the same graph counts. The first steps of a graph may take the longest time: a device may compile then.
+    Steps of a kind run the same graph, over about the same context (within a factor of two), with the same
+    sampling parameters. Until the usual time of a kind is known, the time of the slowest known kind of its
+    graph counts. The first steps of a graph get the longest time, because a device may compile then.
     """
 
     def __init__(self, longest_s: float, first_s: float = 0.0) -> None:
-        """Knows nothing yet.
+        """Knows nothing yet; no step may take longer than `longest_s`, seconds.
 
-        Args:
-            longest_s: no step may take longer, seconds.
-            first_s: the time of a step that makes its graph, or a kernel for a parameter, seconds; 0 if none
-                does. Steps of an unknown kind may then take this long, if it is longer.
+        If steps make their graphs, or kernels for parameters, a step of an unknown kind may take `first_s`.
         """
         self._longest_s = longest_s
         self._first_s = first_s
         self._usual: dict[Hashable, UsualTime] = {}
         self._graphs: defaultdict[Hashable, list[UsualTime]] = defaultdict(list)
-        # The sampling parameters that each slot's request sets: bit n for field n of the message.
+        # The sampling parameters set in each slot: bit n for field n of the message.
         self._parameters: dict[int, int] = {}
 
     def of(self, plan: StepPlan) -> UsualTime:
-        """Returns the usual time of steps like this plan's. Must see all plans, which admit requests once."""
+        """Returns the usual time of steps like this plan's. Must see every plan, for its admissions."""
         for new in plan.admit:
             self._parameters[new.slot] = sum(1 << field.number for field, _ in new.sampling.ListFields())
         parameters = 0
@@ -113,7 +103,6 @@ class StepBudgets:
 
 
 def _graph_of(work: Work | None) -> Hashable:
-    """Returns the graph that the work runs."""
     match work:
         case Prefill(sample=sample, bucket=bucket):
             return "prefill", bucket, sample
@@ -128,24 +117,24 @@ def _graph_of(work: Work | None) -> Hashable:
 class Deadline:
     """Calls a function when an answer is overdue.
 
-    Setting a deadline is cheap: a timer stays where it is until it fires, and then moves to the deadline.
-    Time in which this process itself stood still does not count, because answers may have arrived meanwhile.
+    Setting a deadline is cheap: a timer moves only when it fires, to the present deadline. Time in which this
+    process itself stood still does not count, because answers may have arrived meanwhile.
     """
 
     def __init__(self, overdue: Callable[[], None]) -> None:
         """Waits for nothing yet."""
         self._overdue = overdue
         self._loop = asyncio.get_running_loop()
-        # A timer that is due at once has no `when` on uvloop, so its time is kept here.
+        # A timer due at once has no `when` on uvloop, so its time is kept here.
         self._timer: asyncio.Handle | None = None
         self._timer_s = 0.0
         self.budget_s = 0.0
-        """Seconds that the latest answer may take."""
+        """Time limit of the latest answer, seconds."""
         self._set_s = 0.0
         self._end_s = math.inf
 
     def extend(self, budget_s: float) -> None:
-        """Lets the answer that is expected take at least `budget_s` seconds."""
+        """Extends the limit of the expected answer to at least `budget_s` seconds."""
         if budget_s > self.budget_s and self._end_s != math.inf:
             self.budget_s, self._end_s = budget_s, self._set_s + budget_s
 

@@ -1,4 +1,4 @@
-"""The step loop of one worker: sends plans and delivers their results, over one Execute stream."""
+"""The step loop of a worker: sends plans and delivers their results, over one Execute stream."""
 
 import asyncio
 from collections import deque
@@ -22,31 +22,31 @@ _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
 
 
 class StepScheduler(Protocol):
-    """The scheduler of one replica, as the step loop drives it."""
+    """The scheduler of a replica, as seen by its step loop."""
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run here, or wait for one that does."""
+        """Whether requests run here, or wait for a running one."""
 
     def next_plan(self) -> StepPlan | None:
-        """Decides what the worker does next; None if it has enough plans, or there is nothing to do."""
+        """Returns the next plan for the worker; None if it has enough, or without work."""
 
     def drain(self) -> None:
-        """Sends nothing until all plans are answered; the next one then follows from results alone."""
+        """Makes no plan until all are answered, so that the next follows from results alone."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""
 
 
 class StreamLost(Unavailable):
-    """The stream ended, and not because of this scheduler."""
+    """The stream ended, not because of this scheduler."""
 
     def __init__(self, message: str, *, by_transport: bool) -> None:
-        """Makes an error; ``by_transport`` says whether the connection broke, or else the worker ended it."""
+        """Makes an error; ``by_transport`` tells a broken connection from an end by the worker."""
         super().__init__(message)
         self.by_transport = by_transport
 
@@ -56,15 +56,15 @@ class Hung(Unavailable):
 
 
 class Left(Unavailable):
-    """The worker said that it leaves, and has answered its last plan."""
+    """The worker announced its departure and has answered its last plan."""
 
 
-# The first plan of a stream, which changes nothing. The scheduler's own plans begin at 1.
+# The first plan of a stream changes nothing. The scheduler's own plans begin at 1.
 _GREETING = StepPlan(0)
 
 
 class StepLoop:
-    """Steps one worker, with as many plans in flight as its scheduler sends, and idles without work."""
+    """Steps a worker, with as many plans in flight as its scheduler makes, and idles without work."""
 
     def __init__(
         self,
@@ -76,15 +76,9 @@ class StepLoop:
         progress: ProgressWatch,
         log: FilteringBoundLogger,
     ) -> None:
-        """Prepares to drive the worker behind `stub`.
+        """Prepares to step a worker, lost if a step takes longer than `step_timeout_s`.
 
-        Args:
-            stub: the worker.
-            dispatch: gives waiting requests to replicas that have room.
-            step_timeout_s: a worker that takes longer for one step counts as lost.
-            failed_steps: counts the worker's failed steps.
-            progress: notices steps that compute nothing.
-            log: names the worker.
+        `dispatch` places waiting requests on replicas with room.
         """
         self._stub = stub
         self._dispatch = dispatch
@@ -96,29 +90,29 @@ class StepLoop:
         self._deadline: Deadline
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
-        # Set when a step is overdue, or planning failed, just before the call is cancelled.
+        # The reason for cancelling the call: an overdue step, or a failure to plan.
         self._failure: Exception | None = None
         self._work = asyncio.Event()
-        # Sends the plans that the worker should have by now; set while results are outstanding.
+        # Sends all plans due; set while results are outstanding.
         self._send_more: Callable[[], None] | None = None
         # The write of the latest plan.
         self._writing: asyncio.Future[None] | None = None
         self._leaving = False
 
     def leave(self) -> None:
-        """Ends :meth:`run` once the worker has answered the plans that it has."""
+        """Ends :meth:`run` once the worker has answered its plans."""
         self._leaving = True
         self._work.set()
 
     def wake(self) -> None:
-        """Signals new work: wakes an idle loop, or sends what can be sent while plans are in flight."""
+        """Signals new work: wakes an idle loop, or sends more plans while others are in flight."""
         if self._send_more is not None and not self._work.is_set():
             asyncio.get_running_loop().call_soon(self._send_more)
         self._work.set()
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator["_Call"]:
-        """Opens the Execute stream for the block, which begins once the worker has answered on it.
+        """Opens the Execute stream for the block, which begins with the worker's first answer.
 
         Raises:
             Unavailable: the worker refused the stream, or did not answer.
@@ -146,10 +140,7 @@ class StepLoop:
     ) -> None:
         """Runs on an accepted stream until the worker is lost.
 
-        Args:
-            call: the stream.
-            scheduler: plans the steps.
-            first_step_timeout_s: the time for a step that makes its graph, if steps do.
+        A step that makes its graph may take `first_step_timeout_s`; 0 if no step does.
 
         Raises:
             StreamLost: the worker ended the stream.
@@ -159,8 +150,8 @@ class StepLoop:
             Left: after :meth:`leave`.
             Internal: a result does not belong to its plan.
         """
-        # grpc.aio keeps a Future for every question about a call's status until the call ends. One callback
-        # serves all idle periods.
+        # grpc.aio keeps a Future for every question about a call's status until the call ends. A single
+        # callback serves all idle periods.
         call.add_done_callback(lambda _: self._work.set())
         self._budgets = StepBudgets(self._step_timeout_s, first_step_timeout_s)
         self._deadline = Deadline(lambda: self._give_up(call))
@@ -198,7 +189,7 @@ class StepLoop:
                 await asyncio.gather(self._writing, return_exceptions=True)
 
     def _send_all(self, call: "_Call", scheduler: StepScheduler) -> None:
-        """Gives waiting requests to replicas, and sends the plans that the worker should have by now."""
+        """Places waiting requests on replicas, and sends all plans due."""
         self._work.set()  # a wake meanwhile changes nothing
         self._dispatch()
         while not (self._leaving or call.done()) and (plan := scheduler.next_plan()) is not None:
@@ -231,8 +222,8 @@ class StepLoop:
     async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for the next result and delivers it."""
         _, usual = self._sent[0]
-        # A worker may launch the next plan before it answers this one. The time runs from the answer to the
-        # plan before: from then on, this one waits for no other, also on a pipeline.
+        # A worker may launch the next plan before it answers this one. The time runs from the previous
+        # answer: from then on, this plan waits for no other, also on a pipeline.
         self._deadline.set(max(other.budget_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()
@@ -240,7 +231,7 @@ class StepLoop:
             raise await _end_of(call)
         result = result_from_proto(cast("worker_pb2.StepResult", answer))
         if result.num_steps:
-            # A result may have lain here for a while, so the time of the worker counts, too.
+            # A result may have lain here for a while, so the time of the worker also counts.
             usual.observe(max(seconds, result.execute_us * 1e-6) / result.num_steps)
         if result.last or result.error is not None:
             self._sent.popleft()
@@ -259,7 +250,7 @@ class StepLoop:
             self._failed_steps.failed(result.error.message)
 
     def _note_idle(self, scheduler: StepScheduler, stall: Stall) -> bool:
-        """Notes that nothing was computed; starts over if that is a stall, and returns whether it is."""
+        """Notes that nothing was computed; after a stall, starts over and returns True."""
         if not scheduler.is_busy:
             self._progress.computed()
             return False
@@ -270,7 +261,7 @@ class StepLoop:
         return stalled
 
     async def _idle(self, call: "_Call", scheduler: StepScheduler) -> None:
-        """Waits for work, or for the worker to end the stream."""
+        """Waits for work, or for the end of the stream."""
         if self._note_idle(scheduler, Stall.UNPLANNED) or self._leaving:
             return
         if not call.done():
@@ -281,7 +272,7 @@ class StepLoop:
             raise await _end_of(call)
 
     def _fail(self, call: "_Call", error: Exception) -> None:
-        """Ends the call, and :meth:`run` with this error unless it has another already."""
+        """Ends the call, and :meth:`run` with its first error."""
         self._failure = self._failure or error
         call.cancel()
 
