@@ -32,6 +32,8 @@ _LOOK_S: Final = 1.0
 # Requests that begin in one turn of the event loop; each takes about a millisecond.
 _STARTS_PER_TURN: Final = 8
 
+_CREDENTIALS: Final = frozenset({b"authorization", b"x-api-key"})
+
 # Headers and tokens with which a client offers another protocol.
 _OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})
 
@@ -78,20 +80,29 @@ class BodyWriter:
 
 
 class PacedStarts:
-    """Begins a few requests in each turn of the event loop, so that a burst delays no running stream."""
+    """Begins a few requests in each turn of the event loop, so that a burst delays no running stream.
+
+    Credentials take turns, so that a tenant's burst delays no other tenant's request.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
 
-    def add(self, start: Callable[[], None]) -> None:
-        """Calls ``start`` in the loop's next turn, or in a later one if many wait."""
-        self._waiting.append(start)
-        if len(self._waiting) == 1:
+    def add(self, credential: bytes, start: Callable[[], None]) -> None:
+        """Calls ``start`` in the loop's next turn, or in a later one if many of the credential wait."""
+        if not self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
+        self._waiting.setdefault(credential, deque()).append(start)
 
     def _turn(self) -> None:
-        for _ in range(min(_STARTS_PER_TURN, len(self._waiting))):
-            self._waiting.popleft()()
+        for _ in range(_STARTS_PER_TURN):
+            if not self._waiting:
+                return
+            credential = next(iter(self._waiting))
+            waiting = self._waiting.pop(credential)
+            waiting.popleft()()
+            if waiting:
+                self._waiting[credential] = waiting
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
 
@@ -131,6 +142,11 @@ class DecliningParser:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parser, name)
+
+
+def _credential(scope: Scope) -> bytes:
+    """Returns the request's key as it was sent; empty if it has none."""
+    return next((value for name, value in scope["headers"] if name in _CREDENTIALS), b"")
 
 
 def _head_without_offer(
@@ -317,7 +333,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # uvicorn's own answer at its limit is neither JSON nor has it Retry-After.
         if app is service_unavailable:
             app = too_many_connections
-        self._starts.add(partial(super()._start_asgi_task, cycle, app))  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ
+        self._starts.add(_credential(cycle.scope), partial(super()._start_asgi_task, cycle, app))  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

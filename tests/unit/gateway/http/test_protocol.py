@@ -1,6 +1,7 @@
 """Connections of HTTP clients."""
 
 import asyncio
+from functools import partial
 
 from gateway.http.protocol import PacedStarts
 
@@ -9,7 +10,7 @@ async def test_a_burst_of_requests_begins_over_several_turns_of_the_loop() -> No
     """Other work of the loop runs between the starts of a burst, which keep their order."""
     starts, begun, turns = PacedStarts(), list[int](), 0
     for index in range(100):
-        starts.add(lambda index=index: begun.append(index))  # type: ignore[misc]
+        starts.add(b"bob", partial(begun.append, index))
     while len(begun) < 100:
         before = len(begun)
         await asyncio.sleep(0)
@@ -17,3 +18,13 @@ async def test_a_burst_of_requests_begins_over_several_turns_of_the_loop() -> No
         assert len(begun) - before <= 10
     assert begun == list(range(100))
     assert turns >= 10
+
+
+async def test_a_burst_delays_no_request_with_another_key() -> None:
+    """A request begins in the loop's next turn, however many of another key wait."""
+    starts, begun = PacedStarts(), list[str]()
+    for _ in range(100):
+        starts.add(b"bob", partial(begun.append, "bob"))
+    starts.add(b"alice", partial(begun.append, "alice"))
+    await asyncio.sleep(0)
+    assert begun[:2] == ["bob", "alice"]
