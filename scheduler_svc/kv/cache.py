@@ -162,12 +162,12 @@ class KvCache:
 
     def num_to_leave(
         self, sequence: SequenceKv, others: Sequence[SequenceKv], at_least: int = 0,
-        beside: Sequence[SequenceKv] = (),
+        growing: Sequence[SequenceKv] = (),
     ) -> int | None:  # fmt: skip
         """Returns how many of `others`, the first ones, must leave so that the sequence fits for certain.
 
-        A block becomes free only when all its users leave. Sequences `beside` it still grow to all their
-        known tokens, unless they leave.
+        A block becomes free only when all its users leave. The `growing` sequences still take blocks
+        for all their known tokens, unless they leave.
 
         Returns:
             At least `at_least`; None if not even all others are enough.
@@ -176,7 +176,7 @@ class KvCache:
         hit = self.prefixes.longest_hit(keys, limit)
         while rest := hit % self._layout.hash_blocks_per_block:
             hit = self.prefixes.longest_hit(keys, hit - rest)  # see `admit`
-        taken, short = self._demand(sequence, keys, hit, beside)
+        taken, short = self._demand(sequence, keys, hit, growing)
         users = [Counter[Block]() for _ in self.groups]
         found = None
         for count in range(len(others) + 1):
@@ -187,7 +187,7 @@ class KvCache:
                 break
             other = others[count]
             for group_id, table in enumerate(other.tables):
-                if other in beside:
+                if other in growing:
                     short[group_id] -= self._to_come(group_id, other)
                 for block in table.live:
                     users[group_id][block] += 1
@@ -207,14 +207,14 @@ class KvCache:
 
     # ---- a sequence's blocks ----
 
-    def admit(self, sequence: SequenceKv, beside: Sequence[SequenceKv] = ()) -> bool:
+    def admit(self, sequence: SequenceKv, growing: Sequence[SequenceKv] = ()) -> bool:
         """Gives a sequence the blocks of its cached prefix; :meth:`grow` gives it the others.
 
         Sets ``tables``, ``num_computed``, ``num_cached`` and ``junction``. The next plan carries the copies.
 
         Args:
             sequence: the sequence.
-            beside: sequences that still grow to all their known tokens.
+            growing: running sequences that still take blocks for all their known tokens.
 
         Returns:
             False if the known tokens of all of them do not fit together now. The cached prefix then counts as
@@ -222,7 +222,7 @@ class KvCache:
         """
         keys, limit = self.prefixes.lookup_keys(sequence)
         hit = self.prefixes.longest_hit(keys, limit)
-        while not self._admit_at(sequence, keys, hit, beside):
+        while not self._admit_at(sequence, keys, hit, growing):
             # A partial block is copied, which takes one block more than the sequence holds. Without room for
             # that, the tokens are computed instead.
             whole = hit - hit % self._layout.hash_blocks_per_block
@@ -238,10 +238,10 @@ class KvCache:
         return max(0, most - sequence.tables[group_id].num_live)
 
     def _admit_at(
-        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, beside: Sequence[SequenceKv]
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, growing: Sequence[SequenceKv]
     ) -> bool:
         """Admits a sequence resumed after ``hit`` hash blocks; False if there is not enough room."""
-        taken, short = self._demand(sequence, keys, hit, beside)
+        taken, short = self._demand(sequence, keys, hit, growing)
         if any(blocks > 0 for blocks in short):
             self._release_hit(taken)
             return False
@@ -260,20 +260,20 @@ class KvCache:
         return True
 
     def _demand(
-        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, beside: Sequence[SequenceKv]
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, growing: Sequence[SequenceKv]
     ) -> tuple[list[tuple[Table, Block | None]], list[int]]:
         """References the blocks of a hit of ``hit`` hash blocks.
 
         Returns:
             By group: the hit, and how many more blocks must be free than are (0 or less if enough are) so
-            that the known tokens of the sequence fit, and those of the sequences beside it.
+            that the known tokens of this and of the growing sequences fit.
         """
         taken = [group.take_hit(keys, hit) for group in self.groups]
         most = len(sequence.token_ids) + 1
         short = [
             group.most_blocks(most)
             - table.num_live
-            + sum(self._to_come(group_id, one) for one in beside)
+            + sum(self._to_come(group_id, one) for one in growing)
             - group.pool.num_free
             for group_id, (group, (table, _)) in enumerate(zip(self.groups, taken, strict=True))
         ]

@@ -156,22 +156,24 @@ class FullGroup:
         return hit - hit % self._layout.hit_stride
 
     def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
-        """See :class:`KvGroupManager`."""
+        """Puts the null block in place of blocks before the window, if there is one."""
         per_block = self._layout.hash_blocks_per_block
-        blocks = [self._found(keys[end - 1]) for end in range(per_block, hit + 1, per_block)]
+        num_full = hit // per_block
+        first = min(self._first_needed(hit * self._layout.hash_block_size), num_full)
+        blocks = [self._found(keys[(i + 1) * per_block - 1]) for i in range(first, num_full)]
         source = self._found(keys[hit - 1]) if hit % per_block else None
         self.pool.touch(blocks)
         if source is not None:
             self.pool.touch((source,))
-        return Table(blocks), source
+        return Table([self.pool.null] * first + blocks, first), source
 
     def copied_tokens(self, num_tokens: int) -> int:
         """Returns the number of tokens in the last, partly filled block."""
         return num_tokens % self._layout.block_size
 
-    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - part of the interface
-        """Returns True for every computed length: nothing is ever given up."""
-        return num_tokens <= num_computed
+    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
+        """Returns True until the first block of that query's window is freed."""
+        return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
 
     def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - part of the interface
         """Frees nothing: later queries read every token."""
@@ -201,6 +203,10 @@ class FullGroup:
     def release(self, table: Table) -> None:
         """Frees the last block first: a prefix is found from its start, so its end is evicted first."""
         self.pool.free(reversed(table.live))
+
+    def _first_needed(self, num_computed: int) -> int:  # noqa: ARG002 - part of the interface
+        """Returns the block of the oldest token that a query at position ``num_computed`` sees."""
+        return 0
 
     def _found(self, key: BlockKey) -> Block:
         block = self.pool.lookup(key)
@@ -256,22 +262,6 @@ class PagedWindowGroup(FullGroup):
             hit -= hit % layout.hit_stride
         return 0
 
-    def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
-        """Puts the null block in place of blocks before the window."""
-        per_block = self._layout.hash_blocks_per_block
-        num_full = hit // per_block
-        first = min(self._first_needed(hit * self._layout.hash_block_size), num_full)
-        blocks = [self._found(keys[(i + 1) * per_block - 1]) for i in range(first, num_full)]
-        source = self._found(keys[hit - 1]) if hit % per_block else None
-        self.pool.touch(blocks)
-        if source is not None:
-            self.pool.touch((source,))
-        return Table([self.pool.null] * first + blocks, first), source
-
-    def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
-        """Returns True until the first block of that query's window is freed."""
-        return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
-
     def trim(self, table: Table, num_computed: int) -> int:
         """Frees the blocks before the window of the query at ``num_computed``, the oldest first."""
         first = min(self._first_needed(num_computed), len(table.blocks))
@@ -284,7 +274,6 @@ class PagedWindowGroup(FullGroup):
         return count
 
     def _first_needed(self, num_computed: int) -> int:
-        """Returns the block of the oldest token that a query at position ``num_computed`` sees."""
         return max(0, num_computed - self._window + 1) // self._layout.block_size
 
 
