@@ -198,7 +198,8 @@ class ConnectEncoder:
         self._size += _ROW_BYTES * len(handles)
 
     def _add_event(self, event: Event) -> Iterator[inference_pb2.ConnectResponse]:
-        for message, num_bytes in event_to_protos(event):
+        for message in event_to_protos(event):
+            num_bytes = message.ByteSize()
             if self._size and self._size + num_bytes > FULL_MESSAGE_BYTES:
                 yield self._take()
             if event.finish_reason is not None or event.error is not None:

@@ -74,10 +74,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         self.metrics = SchedulerMetrics(deployment, self._unread)
         self._draining = False
-        # The buffers of open calls, those of direct clients apart.
+        # The buffers of open calls, and apart from them those of direct clients.
         self._streams: set[EventBuffer] = set()
         self._direct: set[EventBuffer] = set()
-        # Set when the wait for direct clients is over: all calls end.
+        # Set after the wait for direct clients: all calls end.
         self._drained = asyncio.Event()
         self._log = get_logger()
 
@@ -92,7 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests of direct clients, waits for their calls, and then ends all calls.
 
-        Connect streams serve until then. Their clients resubmit their requests to the next scheduler.
+        Connect streams serve until then; their clients resubmit to the next scheduler.
         """
         self._draining = True
         if self._direct:
@@ -104,12 +104,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     @contextlib.contextmanager
     def _buffer(self, requests: Iterable[str], calls: set[EventBuffer]) -> Iterator[EventBuffer]:
-        """Yields the buffer of a call, one of `calls`, and aborts its requests at the end.
+        """Yields the buffer of a call, listed in `calls`; its end aborts all requests with these ids."""
 
-        `requests` are their ids, which may change meanwhile.
-        """
-        abort = functools.partial(self._abort_all, requests)
-        buffer = EventBuffer(self._unread, abort, self.metrics.unserved.ended)
+        def abort_all() -> None:
+            for request_id in requests:
+                self._engine.abort(request_id)
+
+        buffer = EventBuffer(self._unread, abort_all, self.metrics.unserved.ended)
         if self._drained.is_set():
             buffer.end(_shutting_down())
         calls.add(buffer)
@@ -120,11 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if self._draining and not self._direct:
                 self._drained.set()
             buffer.close()
-            abort()
-
-    def _abort_all(self, requests: Iterable[str]) -> None:
-        for request_id in requests:
-            self._engine.abort(request_id)
+            abort_all()
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -142,7 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                             if event.error is not None:
                                 raise event.error
                             left -= event.finish_reason is not None
-                        for message, _ in event_to_protos(event):
+                        for message in event_to_protos(event):
                             yield message
         except TriptychError as error:
             await abort(context, error)
@@ -202,16 +199,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await context.send_initial_metadata((ACCEPTED_HEADER,))
             first = False
             await buffer.has_room()
-            match message.WhichOneof("message"):
-                case "generate":
-                    try:
-                        submission = await self._submit(message.generate, buffer, direct=False)
-                        mine.add(submission.request_id)
-                        buffer.push(Event(submission.request_id, accepted=True))
-                    except TriptychError as error:
-                        buffer.refuse(message.generate.request_id, error)
-                case "abort":
-                    self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
+            if message.HasField("generate"):
+                try:
+                    submission = await self._submit(message.generate, buffer, direct=False)
+                    mine.add(submission.request_id)
+                    buffer.push(Event(submission.request_id, accepted=True))
+                except TriptychError as error:
+                    buffer.refuse(message.generate.request_id, error)
+            elif message.HasField("abort"):
+                self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs a request of a pooling model. The end of the call aborts it."""
@@ -274,20 +270,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return submissions
 
     def _check_open(self) -> None:
-        """Refuses direct clients while draining."""
         if self._draining:
             raise _shutting_down()
 
     def _check_model(self, name: str) -> None:
-        """Refuses requests for another model."""
         served = self._deployment.served
-        if served is None:
-            return
-        if name and name not in (served.name, *served.info.aliases):
-            raise NotFound(
-                f"the model {name!r} is not served here; this is {served.name!r}",
-                param="model",
-            )
+        if served is not None and name and name not in (served.name, *served.info.aliases):
+            raise NotFound(f"the model {name!r} is not served here; this is {served.name!r}", param="model")
 
     async def _submit(
         self, request: inference_pb2.GenerateRequest, buffer: EventBuffer, *, direct: bool

@@ -25,8 +25,7 @@ def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer
     check_generate(request)
     params = common_pb2.SamplingParams()
     params.CopyFrom(request.sampling)
-    # Nothing bounds the size of fields that this schema does not have; a large one would exceed a plan's
-    # message.
+    # Nothing bounds the size of fields unknown to this schema; a large field would exceed a plan's message.
     params.DiscardUnknownFields()
     if not params.HasField("seed"):
         # Drawn once: a replay after a lost worker must continue with the same random numbers.
@@ -91,47 +90,28 @@ _FINISH_REASONS = {
     FinishReason.ABORT: common_pb2.FINISH_REASON_ABORT,
 }
 
-# Upper bounds of sizes on the wire: an event without its lists, one token, one token's log-probabilities, and
-# one entry of their top tokens.
-_EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 336, 5, 20, 9
+# Upper bounds of sizes on the wire: a token's log-probabilities, and an entry of their top tokens.
+_LOGPROBS_BYTES, _TOP_BYTES = 20, 9
 
 
-def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:
-    """Yields the messages of an event, or of the tokens in columns, with upper estimates of their bytes.
+def event_to_protos(event: Event | TokenColumns) -> Iterator[inference_pb2.GenerateEvent]:
+    """Yields the messages of an event, or of the tokens in columns.
 
     The log-probabilities of a long prompt take several messages.
     """
     if isinstance(event, tuple):
         for request_id, token_id in zip(*event, strict=True):
-            yield inference_pb2.GenerateEvent(request_id=request_id, token_ids=(token_id,)), _EVENT_BYTES
-        return
-    for piece in _split(event):
-        yield _event_to_proto(piece), _num_bytes(piece)
-
-
-def _split(event: Event) -> Iterator[Event]:
-    """Splits an event into parts that fit into a message each."""
-    if not event.prompt_logprobs:
-        yield event
+            yield inference_pb2.GenerateEvent(request_id=request_id, token_ids=(token_id,))
         return
     entries = event.prompt_logprobs
-    per_event = max(
-        1, FULL_MESSAGE_BYTES // _logprobs_bytes(max(entries, key=lambda entry: len(entry.top_token_ids)))
-    )
-    for start in range(0, len(entries), per_event):
-        yield replace(
-            event, prompt_logprobs=entries[start : start + per_event], first=event.first and not start
-        )
-
-
-def _num_bytes(event: Event) -> int:
-    """Returns an upper estimate of an event's size on the wire, bytes."""
-    logprobs = sum(_logprobs_bytes(entry) for entry in (*event.logprobs, *event.prompt_logprobs))
-    return _EVENT_BYTES + 4 * len(event.replica_id) + _TOKEN_BYTES * len(event.token_ids) + logprobs
-
-
-def _logprobs_bytes(entry: common_pb2.TokenLogprobs) -> int:
-    return _LOGPROBS_BYTES + _TOP_BYTES * len(entry.top_token_ids)
+    if not entries:
+        yield _event_to_proto(event)
+        return
+    largest = max(len(entry.top_token_ids) for entry in entries)
+    per_message = max(1, FULL_MESSAGE_BYTES // (_LOGPROBS_BYTES + _TOP_BYTES * largest))
+    for start in range(0, len(entries), per_message):
+        part = entries[start : start + per_message]
+        yield _event_to_proto(replace(event, prompt_logprobs=part, first=event.first and not start))
 
 
 def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:

@@ -69,7 +69,7 @@ def test_columns_say_the_same_as_full_events(steps: list[News]) -> None:
     """Whatever the order of beginnings, tokens, ends and failures, each sequence reads the same news."""
     encoder, reader = ConnectEncoder(), ConnectReader()
     got = [event for news in steps for event in received(encoder, reader, news)]
-    wanted = [message for news in steps for event in news for message, _ in event_to_protos(event)]
+    wanted = [message for news in steps for event in news for message in event_to_protos(event)]
     assert by_sequence(got) == by_sequence(wanted)
 
 
