@@ -1,4 +1,4 @@
-"""LoRA adapters as settings and clients name them."""
+"""The syntax of LoRA adapters in settings."""
 
 import json
 import re
@@ -9,11 +9,11 @@ _SEPARATORS: Final = " \t\n,"
 
 
 def split_modules(text: str) -> tuple[str, ...]:
-    """Splits a setting: ``name=path`` or JSON objects, with commas or spaces between them.
+    """Splits a setting: ``name=path`` or JSON objects, separated by commas or spaces.
 
     Returns:
-        Each adapter as ``name=path``, or as a JSON object if that would not stay in one piece. Joined with
-        commas, they are such a setting again.
+        Each adapter as ``name=path``, or as a JSON object if its name or path contains a separator. Joined
+        with commas, they form the setting again.
 
     Raises:
         ValueError: a part is neither.
@@ -39,10 +39,10 @@ def split_modules(text: str) -> tuple[str, ...]:
 
 
 def name_and_path(module: str) -> tuple[str, str]:
-    """Returns the name and the path of an adapter as :func:`split_modules` writes it.
+    """Returns the name and the path of a part from :func:`split_modules`.
 
     Raises:
-        ValueError: a part is missing.
+        ValueError: either is missing.
     """
     if module.startswith("{"):
         parts = json.loads(module)

@@ -1,4 +1,4 @@
-"""The LoRA adapters that requests can name."""
+"""The names of LoRA adapters."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
@@ -11,74 +11,70 @@ from protos.limits import MAX_NAME_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """What a worker says about an adapter that it has loaded."""
+    """A worker's answer to a load."""
 
     rank: int
     digest: str
-    """Hash of the configuration and the weights; adapters with equal hashes compute the same."""
+    """Hash of configuration and weights; equal hashes compute the same."""
     revision: str = ""
-    """The commit at which the hub had it; empty for a folder."""
+    """Commit on the hub; empty for a folder."""
     displaced: Collection[int] = ()
-    """Ids of the loads that left the host for it."""
+    """Load ids evicted from the host."""
 
 
 LoadAnswer: TypeAlias = Callable[[LoadedAdapter | TriptychError], None]
-"""Called once with what the ranks of a replica say about an adapter, or why they cannot load it."""
+"""Receives the answer of a replica's ranks to a load, or its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that some replica has loaded once, or is asked to load."""
+    """A LoRA adapter: loaded, or being loaded for the first time."""
 
     adapter_id: int
-    """Never used again for other weights."""
+    """Never reused for other weights."""
     name: str
-    """The name that requests used when they were accepted; it may belong to another adapter by now."""
+    """The name at the time of the load; another adapter may own it now."""
     source: str
-    """A folder or hub id that the workers can read."""
+    """A folder or hub id, readable by the workers."""
     rank: int = 0
     digest: str = ""
-    """See :attr:`LoadedAdapter.digest`; empty until a worker has loaded it."""
+    """See :attr:`LoadedAdapter.digest`; empty until the first load ends."""
     revision: str = ""
     """See :attr:`LoadedAdapter.revision`; later loads read the same commit."""
 
 
-# Adapters that an error lists by name.
+# Most names in an error message.
 _MAX_LISTED = 8
 
 
 class AdapterRegistry:
     """Adapters by name. A name is free, expected, refused, being loaded, or an adapter's.
 
-    An expected name belongs to an adapter of the settings until that is loaded or refused for good.
+    Expected names are reserved for adapters of the settings until those are loaded or refused for good.
     """
 
     def __init__(self, expected: Collection[str] = ()) -> None:
-        """Starts without adapters; those with `expected` names are going to be loaded."""
+        """Starts without adapters; `expected` are the names from the settings."""
         self._ids = itertools.count(1)
         self._adapters: dict[str, Adapter] = {}
         self._expected = set(expected)
         self._refused: dict[str, str] = {}
         self._loading: set[str] = set()
         self.served_name = ""
-        """The name of the base model, once it is known."""
+        """Name of the base model, once known."""
         self.aliases: tuple[str, ...] = ()
-        """Its further names."""
+        """Other names of the base model."""
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Yields the adapters in the order in which they were added."""
+        """Yields the adapters in the order of addition."""
         return iter(self._adapters.values())
 
     def resolve(self, name: str, digest: str = "") -> Adapter:
-        """Returns the adapter with that name.
-
-        Args:
-            name: the adapter's name.
-            digest: the digest that it must have; empty: any.
+        """Returns the adapter of a name, of any digest if `digest` is empty.
 
         Raises:
-            Unavailable: it is going to be loaded.
-            NotFound: no adapter has the name, it was refused, or it has another digest.
+            Unavailable: an adapter of the settings is not loaded yet.
+            NotFound: the name is unknown or was refused, or the digest differs.
         """
         if (adapter := self._adapters.get(name)) is not None:
             if digest and digest != adapter.digest:
@@ -103,7 +99,7 @@ class AdapterRegistry:
         )
 
     def begin(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
-        """Reserves a name and returns the adapter that is to be loaded; see :meth:`AdapterControl.load`."""
+        """Reserves a name for a new adapter; see :meth:`AdapterControl.load`."""
         _check_text(name, source)
         if name in (self.served_name, *self.aliases):
             raise InvalidArgument(
@@ -123,12 +119,12 @@ class AdapterRegistry:
             )
         self._loading.add(name)
         if expected:
-            # It was refused because no worker ran adapters.
+            # It was refused for lack of workers with LoRA.
             self._refused.pop(name, None)
         return Adapter(next(self._ids), name, source)
 
     def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
-        """Gives an adapter its name; returns it with its facts, and the adapter that had the name before."""
+        """Binds a name to its loaded adapter; returns the adapter with its facts and the replaced adapter."""
         complete = replace(adapter, rank=facts.rank, digest=facts.digest, revision=facts.revision)
         name, earlier = adapter.name, self._adapters.get(adapter.name)
         self._adapters[name] = complete
@@ -138,21 +134,17 @@ class AdapterRegistry:
         return complete, earlier
 
     def failed(self, adapter: Adapter) -> None:
-        """Frees the name of an adapter that was not loaded."""
+        """Frees the name of an adapter after a failed load."""
         self._loading.discard(adapter.name)
 
     def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
-        """Remembers why an expected adapter cannot be served; it still is expected unless `for_good`."""
+        """Records why an adapter of the settings cannot be served; unless `for_good`, it stays expected."""
         if for_good:
             self._expected.discard(name)
         self._refused[name] = error.message
 
     def remove(self, name: str) -> Adapter:
-        """Frees a name and returns its adapter.
-
-        Raises:
-            NotFound: no adapter has the name.
-        """
+        """Frees a name and returns its adapter; raises NotFound for an unknown name."""
         if name not in self._adapters:
             raise NotFound(f"no adapter is called {name!r}", param="name")
         return self._adapters.pop(name)

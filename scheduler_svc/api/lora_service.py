@@ -1,4 +1,4 @@
-"""LoRA adapters of the settings and of clients: loaded, and awaited."""
+"""Loads of LoRA adapters for clients and from the settings."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,33 +9,30 @@ from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.workers.deployment import Deployment
 
-# How long after a failure that may pass an adapter of the settings is tried again.
+# Pause before an adapter of the settings is retried after a temporary failure.
 _RETRY_S = 5.0
 
 
 class LoraService:
-    """Loads adapters; those of the settings when the first replica is ready."""
+    """Loads adapters; those of the settings after the first replica is ready."""
 
     def __init__(self, deployment: Deployment, modules: Sequence[str]) -> None:
-        """Prepares to load; `modules` are the adapters of the settings, each as ``name=path``."""
+        """Prepares to load `modules`, the adapters of the settings, each as ``name=path``."""
         self._deployment = deployment
         self._modules = dict(name_and_path(module) for module in modules)
         self._task: asyncio.Task[None] | None = None
         self._serving = False
-        # Adapters of the settings that have not been tried yet.
+        # Adapters of the settings before their first attempt.
         self._untried = set(self._modules)
         self._ready_listeners: list[Callable[[bool], None]] = []
         self._log = get_logger()
         deployment.on_serving(self._on_serving)
 
     async def load(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
-        """Loads an adapter and returns it once requests can name it.
-
-        `source` is a folder or hub id that the workers can read; `in_place` allows the name of another
-        adapter, and `expected` marks an adapter from the settings.
+        """Loads an adapter and returns it once requests can name it; see :meth:`AdapterControl.load`.
 
         Raises:
-            TriptychError: see :meth:`AdapterControl.load`, and the workers' reasons.
+            TriptychError: the load was refused or failed.
         """
         outcome: asyncio.Future[Adapter | TriptychError] = asyncio.get_running_loop().create_future()
 
@@ -51,9 +48,9 @@ class LoraService:
         return result
 
     def on_ready(self, listener: Callable[[bool], None]) -> None:
-        """Calls `listener` with whether requests can run, the adapters of the settings included.
+        """Reports to `listener` whether requests can run, including those for adapters of the settings.
 
-        Adapters that were refused or must be tried again hold nothing else up.
+        A refused or failed adapter holds nothing else up.
         """
         self._ready_listeners.append(listener)
 
@@ -68,12 +65,12 @@ class LoraService:
             self._task = asyncio.create_task(self._load_modules(), name="lora-modules")
 
     async def _load_modules(self) -> None:
-        # More loads than the smallest host has places would be refused.
+        # More concurrent loads than places on the smallest host would be refused.
         places = asyncio.Semaphore(max(1, self._deployment.engine.adapters.smallest_host))
         await asyncio.gather(*(self._load_module(*module, places) for module in self._modules.items()))
 
     async def _load_module(self, name: str, source: str, places: asyncio.Semaphore) -> None:
-        """Loads an adapter of the settings, until it is loaded or refused for good."""
+        """Retries an adapter of the settings until it is loaded or refused for good."""
         reason = ""
         while True:
             async with places:
@@ -88,13 +85,13 @@ class LoraService:
             await asyncio.sleep(_RETRY_S)
 
     async def _try(self, name: str, source: str) -> TriptychError | None:
-        """Loads an adapter; returns the error if it may pass."""
+        """Loads an adapter; returns a temporary error."""
         try:
             await self.load(name, source, in_place=False, expected=True)
         except TriptychError as error:
             if error.retryable:
                 return error
-            # Workers that run adapters may join later.
+            # Workers with LoRA may join later.
             for_good = not isinstance(error, Unsupported)
             self._deployment.engine.adapters.registry.refuse(name, error, for_good=for_good)
             if not for_good:

@@ -1,10 +1,11 @@
-"""LoRA adapters as clients, waiting requests and workers see them: load, unload, list, and their answers."""
+"""LoRA adapters across replicas: loaded for clients and for waiting requests, unloaded, listed."""
 
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.service.logs import get_logger
@@ -13,25 +14,26 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.requests.request import Request, RequestState
 
 Outcome = Callable[[Adapter | TriptychError], None]
-"""Receives a new adapter, or why it was refused. Must not call back into the engine."""
+"""Receives a new adapter or the error of its load. Must not call back into the engine."""
 
 
 @dataclass(slots=True)
 class _Introduction:
-    """A new adapter that replicas are asked to load."""
+    """The first load of a new adapter, on several replicas."""
 
     adapter: Adapter
     done: Outcome
-    answers: dict[str, LoadedAdapter | TriptychError | None] = field(default_factory=dict)
-    """By replica; None as long as it has not answered."""
+    pending: set[str]
+    """Replicas that have not answered."""
+    answers: list[LoadedAdapter | TriptychError] = field(default_factory=list)
 
 
 class AdapterControl:
-    """The adapters of a deployment, and the replicas that load them.
+    """The adapters of a deployment and their loads on its replicas.
 
-    A new adapter is loaded on every ready replica that has room, and gets its name when all have answered. A
-    single refusal takes it off all of them. Later loads are for waiting requests. What each replica has is in
-    its :class:`scheduler_svc.adapters.seats.AdapterSeats`.
+    A new adapter is loaded on every ready replica with room and gets its name after all answers. A single
+    refusal unloads it everywhere. Later loads serve waiting requests. Each replica's
+    :class:`scheduler_svc.adapters.seats.AdapterSeats` tracks its adapters.
     """
 
     def __init__(
@@ -42,13 +44,13 @@ class AdapterControl:
         """Starts without adapters.
 
         Args:
-            replicas: the ready replicas by id.
-            waiting: the requests that no replica has.
-            expected: names of adapters that are going to be loaded; requests for them are told to retry.
+            replicas: ready replicas by id.
+            waiting: requests on no replica.
+            expected: names of adapters in the settings; requests for them are told to retry.
             clock: monotonic seconds.
-            fail: ends a request that has no slot.
-            released: notes that waiting requests may find room.
-            dispatch: gives waiting requests to replicas.
+            fail: ends a request without a slot.
+            released: tells the engine that waiting requests may find room.
+            dispatch: places waiting requests.
         """
         self._replicas = replicas
         self._waiting = waiting
@@ -57,10 +59,8 @@ class AdapterControl:
         self._released = released
         self._dispatch = dispatch
         self._introductions: dict[int, _Introduction] = {}
-        # Live requests by adapter, and the adapters that no new request can name.
-        self._users: Counter[int] = Counter()
-        self._retired: set[int] = set()
-        # No worker can have an adapter of an earlier scheduler under the same id.
+        self._users: Counter[int] = Counter()  # live requests by adapter
+        # Starts at the clock: workers may still hold adapters under the ids of an earlier scheduler.
         self._load_ids = itertools.count(time.time_ns() // 1000)
         self._log = get_logger()
         self.registry = AdapterRegistry(expected)
@@ -68,31 +68,31 @@ class AdapterControl:
 
     @property
     def _hosts(self) -> Iterator[AttachedReplica]:
-        """The replicas that run adapters."""
-        return (replica for replica in self._replicas.values() if replica.lora is not None)
+        """The replicas with LoRA."""
+        return (replica for replica in self._replicas.values() if replica.scheduler.adapters.max_used)
 
     @property
     def max_loras(self) -> int:
-        """Different adapters in a step of the replica that takes most; 0 if no replica runs adapters."""
+        """Most adapters in one step of any replica; 0 without LoRA."""
         return max((replica.scheduler.adapters.max_used for replica in self._hosts), default=0)
 
     @property
     def smallest_host(self) -> int:
-        """Adapters that every replica with adapters can hold at once; 0 if there is none."""
+        """Adapters that fit on the host of every replica with LoRA; 0 without LoRA."""
         return min((replica.scheduler.adapters.max_held for replica in self._hosts), default=0)
 
     # ---- clients ----
 
     def resolve(self, name: str, digest: str = "") -> Adapter | None:
-        """Returns the adapter that a request names; None for the base model, whose name is empty.
+        """Returns the adapter of a request; None for the base model, whose name is empty.
 
         Args:
             name: the adapter's name.
-            digest: of the weights with which the request's answer began; empty if it begins now.
+            digest: the digest under which the answer began; empty for a new request.
 
         Raises:
-            Unavailable: it is going to be loaded, or no replica runs adapters now.
-            NotFound: there is no such adapter, it was refused, or it has other weights than the answer.
+            Unavailable: the adapter is not loaded yet, or no ready replica runs LoRA.
+            NotFound: the name is unknown or was refused, or the digest differs.
         """
         adapter = self.registry.resolve(name, digest) if name else None
         if adapter is not None and self._replicas and not self.max_loras:
@@ -100,10 +100,10 @@ class AdapterControl:
         return adapter
 
     def check_size(self, adapter: Adapter, num_tokens: int) -> None:
-        """Checks that a new request is not too large for all replicas that may run its adapter.
+        """Checks the length of a new request against the replicas allowed to load its adapter.
 
         Raises:
-            Unavailable: it is; another replica may come.
+            Unavailable: the request fits none of them.
         """
         if self._replicas and not any(
             replica.scheduler.kv and replica.scheduler.kv.fits(num_tokens)
@@ -120,96 +120,93 @@ class AdapterControl:
         """Starts loading a new adapter on the ready replicas.
 
         Args:
-            name: the name that requests will use.
-            source: a folder or hub id that the workers can read.
-            in_place: whether it replaces an adapter of the same name. Requests of that one end undisturbed.
+            name: the name for requests.
+            source: a folder or hub id, readable by the workers.
+            in_place: replaces an adapter of the same name, whose requests run on undisturbed.
             done: called once.
-            expected: whether it is an adapter of the settings.
+            expected: the adapter is from the settings.
 
         Raises:
             InvalidArgument: the name is taken.
-            Unavailable: the name is kept for an adapter of the settings.
-            Unsupported: no replica runs adapters.
-            Overloaded: every replica needs all the adapters that it holds.
+            Unavailable: the name is reserved for an adapter of the settings.
+            Unsupported: no replica runs LoRA.
+            Overloaded: every replica needs all adapters on its host.
         """
         if not self.max_loras:
             raise Unsupported(
                 "the workers run no LoRA adapters; start them with --enable-lora (pooling models take none)"
             )
         adapter = self.registry.begin(name, source, in_place=in_place, expected=expected)
-        introduction = _Introduction(adapter, done)
-        for replica_id, replica in self._replicas.items():
-            if replica.scheduler.adapters.may_need_more:
-                introduction.answers[replica_id] = None
-                self._load(replica, adapter)
-        if not introduction.answers:
+        hosts = [replica for replica in self._hosts if replica.scheduler.adapters.may_need_more]
+        if not hosts:
             self.registry.failed(adapter)
             raise Overloaded(
                 "requests use every adapter that the workers can hold; retry later, or raise --max-cpu-loras",
                 retry_after_ms=5000,
             )
-        self._introductions[adapter.adapter_id] = introduction
+        pending = {replica.replica_id for replica in hosts}
+        self._introductions[adapter.adapter_id] = _Introduction(adapter, done, pending)
+        for replica in hosts:
+            self._load(replica, adapter)
 
     def unload(self, name: str) -> None:
-        """Frees a name. The adapter's requests go on to their end; then it leaves the workers.
+        """Frees a name; the adapter leaves the workers after its last request.
 
         Raises:
             NotFound: no adapter has the name.
         """
         adapter = self.registry.remove(name)
         self._log.info("adapter_unloaded", name=name, source=adapter.source)
-        self._retire(adapter.adapter_id)
+        self._free_unused(adapter)
         self._dispatch()
 
     def holders(self, adapter: Adapter) -> list[str]:
-        """Returns the ids of the replicas that have an adapter on their host."""
+        """Returns the ids of the replicas with the adapter on their host."""
         return [name for name, one in self._replicas.items() if one.scheduler.adapters.holds(adapter)]
 
     # ---- requests ----
 
     def add_user(self, request: Request) -> None:
-        """Counts a new live request as a user of its adapter, if it has one."""
+        """Counts a new live request as a user of its adapter, if any."""
         if request.adapter is not None:
             self._users[request.adapter.adapter_id] += 1
 
     def remove_user(self, request: Request) -> None:
-        """Ends the use of an adapter by a request that ended."""
-        if request.adapter is None:
+        """Ends the use of an adapter by a finished request."""
+        if (adapter := request.adapter) is None:
             return
-        adapter_id = request.adapter.adapter_id
-        self._users[adapter_id] -= 1
-        if self._users[adapter_id]:
+        self._users[adapter.adapter_id] -= 1
+        if self._users[adapter.adapter_id]:
             return
-        del self._users[adapter_id]
-        if adapter_id in self._retired:
-            self._free(adapter_id)
+        del self._users[adapter.adapter_id]
+        self._free_unused(adapter)
         self.placed(request)
         self._released()
 
     def placed(self, request: Request) -> None:
-        """Lets replicas that do not use the adapter of a request forget it: the request waits no more."""
+        """Allows replicas to evict the adapter of a request that no longer waits."""
         if request.adapter is not None:
             for replica in self._hosts:
-                replica.scheduler.adapters.unwanted(request.adapter.adapter_id)
+                replica.scheduler.adapters.awaited.discard(request.adapter.adapter_id)
 
     def want(self, request: Request, *, stuck: bool = False) -> None:
-        """Has the adapter of a waiting request loaded, if that helps and a replica has room for it.
+        """Loads the adapter of a waiting request, if useful and if a replica has room for it.
 
         Args:
             request: a request without a slot.
-            stuck: whether it is next in order and found no room. Its adapter then comes to a second replica
-                that has a free slot, or claims a seat if every host is full.
+            stuck: the request is next in order and found no room. Its adapter is then loaded on another
+                replica with a free slot, or claims a seat if every host is full.
         """
         adapter = request.adapter
         if adapter is None:
             return
-        adapter_id, hosts = adapter.adapter_id, list(self._hosts)
-        held = any(adapter_id in replica.scheduler.adapters.held for replica in hosts)
+        seats = [replica.scheduler.adapters for replica in self._hosts]
+        held = any(each.holds(adapter) for each in seats)
         if request.trace is not None and not held and request.state is RequestState.WAITING:
             request.trace.waits("adapter", self._clock())
-        if any(adapter_id in replica.scheduler.adapters.loading for replica in hosts) or (held and not stuck):
+        if any(adapter.adapter_id in each.loading for each in seats) or (held and not stuck):
             return
-        hosts = self._usable(request)
+        hosts = self._usable(request, adapter)
         if held:
             hosts = [
                 one
@@ -220,11 +217,10 @@ class AdapterControl:
         if chosen is not None:
             self._load(chosen, adapter)
         elif stuck and hosts and not held:
-            hosts[0].scheduler.adapters.claim(adapter_id, request.rank)
+            hosts[0].scheduler.adapters.claim(adapter.adapter_id, request.rank)
 
-    def _usable(self, request: Request) -> list[AttachedReplica]:
-        """Returns the replicas that may load a request's adapter, the best first."""
-        adapter = request.adapter
+    def _usable(self, request: Request, adapter: Adapter) -> list[AttachedReplica]:
+        """Returns the replicas allowed to load a request's adapter, the best first."""
         able = [
             one
             for one in self._hosts
@@ -240,128 +236,117 @@ class AdapterControl:
         return sorted(rested or able, key=order)
 
     def _load(self, replica: AttachedReplica, adapter: Adapter) -> None:
-        assert replica.lora is not None
         seats, load_id = replica.scheduler.adapters, next(self._load_ids)
         seats.loading[adapter.adapter_id] = load_id
-        replica.lora.load(adapter, load_id)
+        answered = partial(self._answered, replica, adapter, load_id)
+        replica.load_adapter(adapter, load_id, lambda: seats.needed, answered)
 
     # ---- workers ----
 
     def attached(self, replica: AttachedReplica) -> None:
-        """Has a new replica load as many of the registered adapters as its host takes."""
-        if replica.lora is not None:
-            for adapter in itertools.islice(self.registry, replica.scheduler.adapters.max_held):
-                self._load(replica, adapter)
+        """Loads the registered adapters on a new replica, up to its host's limit."""
+        for adapter in itertools.islice(self.registry, replica.scheduler.adapters.max_held):
+            self._load(replica, adapter)
 
-    def answered(
-        self, replica_id: str, adapter: Adapter, load_id: int, result: LoadedAdapter | TriptychError
+    def _answered(
+        self, replica: AttachedReplica, adapter: Adapter, load_id: int, result: LoadedAdapter | TriptychError
     ) -> None:
-        """Takes a replica's answer to a call of :attr:`AdapterLoads.load`."""
-        adapter_id, replica = adapter.adapter_id, self._replicas.get(replica_id)
-        if replica is None or replica.scheduler.adapters.loading.get(adapter_id) != load_id:
-            return  # the replica was lost, or the adapter unloaded, meanwhile
-        assert replica.lora is not None
-        seats = replica.scheduler.adapters
+        adapter_id, seats = adapter.adapter_id, replica.scheduler.adapters
+        is_lost = self._replicas.get(replica.replica_id) is not replica
+        if is_lost or seats.loading.get(adapter_id) != load_id:
+            return  # the adapter was unloaded meanwhile
         if isinstance(result, LoadedAdapter) and adapter.digest not in ("", result.digest):
-            replica.lora.unload(load_id)
+            replica.unload_adapter(load_id)
             result = NotFound(
                 f"the files in {adapter.source!r} have changed; load the adapter again with load_inplace"
             )
         if isinstance(result, LoadedAdapter):
             seats.loaded(adapter_id, result.displaced, awaited=adapter_id in self._users)
-            for request in self._of(adapter_id):
+            for request in self._waiting_for(adapter_id):
                 if request.trace is not None and request.state is RequestState.WAITING:
                     request.trace.waits("queue", self._clock())
         else:
             self._log.warning(
-                "adapter_not_loaded", replica=replica_id, name=adapter.name, reason=result.message
+                "adapter_not_loaded", replica=replica.replica_id, name=adapter.name, reason=result.message
             )
             seats.failed(adapter_id, result)
             self._fail_waiting(adapter, result)
         if (introduction := self._introductions.get(adapter_id)) is not None:
-            introduction.answers[replica_id] = result
-            self._conclude(introduction)
+            introduction.answers.append(result)
+            self._conclude(introduction, replica.replica_id)
         self._released()
         self._dispatch()
 
     def _fail_waiting(self, adapter: Adapter, error: TriptychError) -> None:
-        """Fails the requests of an adapter that no replica large enough for them could load.
+        """Fails requests whose adapter failed to load on every replica large enough for them.
 
-        Once every replica has failed, the next request tries all of them again.
+        Once all replicas have failed, the next request retries them all.
         """
         adapter_id, hosts = adapter.adapter_id, list(self._hosts)
         failures = [replica.scheduler.adapters.failure(adapter_id) for replica in hosts]
         reason = next((one for one in failures if one is not None and one.retryable), error)
-        for request in self._of(adapter_id):
+        for request in self._waiting_for(adapter_id):
             fitting = [replica for replica in hosts if replica.scheduler.fits(request)]
             if fitting and all(replica.scheduler.adapters.failure(adapter_id) for replica in fitting):
                 self._fail(request, _failure(adapter, reason))
         if all(failures):
             for replica in hosts:
-                replica.scheduler.adapters.forget_failure(adapter_id)
+                replica.scheduler.adapters.failures.pop(adapter_id, None)
 
-    def _of(self, adapter_id: int) -> list[Request]:
-        """Returns the waiting requests of an adapter."""
+    def _waiting_for(self, adapter_id: int) -> list[Request]:
         return [one for one in self._waiting if one.adapter and one.adapter.adapter_id == adapter_id]
 
     def detached(self, replica_id: str) -> None:
-        """Expects no more answers of a lost replica."""
+        """Expects no more answers from a lost replica."""
         for introduction in list(self._introductions.values()):
-            if replica_id in introduction.answers and introduction.answers[replica_id] is None:
-                del introduction.answers[replica_id]
-                self._conclude(introduction)
+            if replica_id in introduction.pending:
+                self._conclude(introduction, replica_id)
 
-    def _conclude(self, introduction: _Introduction) -> None:
-        """Gives a new adapter its name once every replica has answered, or takes it off all of them."""
-        adapter, answers = introduction.adapter, list(introduction.answers.values())
-        if None in answers:
+    def _conclude(self, introduction: _Introduction, replica_id: str) -> None:
+        """After the last answer, names a new adapter or unloads it everywhere."""
+        introduction.pending.discard(replica_id)
+        if introduction.pending:
             return
+        adapter = introduction.adapter
         del self._introductions[adapter.adapter_id]
-        facts = [answer for answer in answers if isinstance(answer, LoadedAdapter)]
-        error = _refusal(adapter, facts, [answer for answer in answers if isinstance(answer, TriptychError)])
-        if error is not None:
+        facts = _agreed(adapter, introduction.answers)
+        if isinstance(facts, TriptychError):
             self.registry.failed(adapter)
-            self._retire(adapter.adapter_id)
-            introduction.done(error)
+            self._free_unused(adapter)
+            introduction.done(facts)
             return
-        complete, earlier = self.registry.loaded(adapter, facts[0])
+        complete, earlier = self.registry.loaded(adapter, facts)
         if earlier is not None:
-            self._retire(earlier.adapter_id)
+            self._free_unused(earlier)
         self._log.info(
             "adapter_loaded", name=adapter.name, source=adapter.source, rank=complete.rank,
             digest=complete.digest, revision=complete.revision,
         )  # fmt: skip
         introduction.done(complete)
 
-    def _retire(self, adapter_id: int) -> None:
-        """Frees an adapter that no new request can name, once its last request has ended."""
-        if adapter_id in self._users:
-            self._retired.add(adapter_id)
-        else:
-            self._free(adapter_id)
-
-    def _free(self, adapter_id: int) -> None:
-        """Takes an adapter without requests off all replicas."""
-        self._retired.discard(adapter_id)
+    def _free_unused(self, adapter: Adapter) -> None:
+        """Unloads an adapter from all replicas if no request uses it and none can name it."""
+        adapter_id = adapter.adapter_id
+        if adapter_id in self._users or any(one.adapter_id == adapter_id for one in self.registry):
+            return
         for replica in self._hosts:
             seats = replica.scheduler.adapters
-            assert replica.lora is not None
             load_id = seats.loading.pop(adapter_id, None) or seats.held.get(adapter_id)
             seats.lost(adapter_id, load_id)
-            seats.forget_failure(adapter_id)
+            seats.failures.pop(adapter_id, None)
             if load_id is not None:
-                replica.lora.unload(load_id)
+                replica.unload_adapter(load_id)
 
 
-def _refusal(
-    adapter: Adapter, facts: Sequence[LoadedAdapter], refusals: Sequence[TriptychError]
-) -> TriptychError | None:
-    """Returns why an adapter that every replica has answered for cannot be served; None if it can."""
-    # A client can do most about an error of the first two kinds.
+def _agreed(
+    adapter: Adapter, answers: Sequence[LoadedAdapter | TriptychError]
+) -> LoadedAdapter | TriptychError:
+    """Returns the facts about a new adapter, or the error most useful to the client."""
     for kind in (InvalidArgument, NotFound, TriptychError):
-        for refusal in refusals:
-            if isinstance(refusal, kind):
-                return refusal
+        for answer in answers:
+            if isinstance(answer, kind):
+                return answer
+    facts = [answer for answer in answers if isinstance(answer, LoadedAdapter)]
     if not facts:
         return Unavailable("the workers that loaded the adapter were lost; retry", retry_after_ms=2000)
     if len({each.digest for each in facts}) > 1:
@@ -369,11 +354,11 @@ def _refusal(
             f"the workers found different files in {adapter.source!r}; give all of them the same",
             param="source",
         )
-    return None
+    return facts[0]
 
 
 def _failure(adapter: Adapter, reason: TriptychError) -> TriptychError:
-    """Returns the error of a request whose adapter no worker could load; its kind says whether to retry."""
+    """Returns the error of a request whose adapter no worker could load."""
     message = f"no worker could load the adapter {adapter.name!r}: {reason.message}"
     if reason.retryable:
         return type(reason)(message, retry_after_ms=reason.retry_after_ms or 5000)

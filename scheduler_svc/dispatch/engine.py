@@ -1,8 +1,8 @@
-"""The engine of a deployment: all requests, all replicas, and the dispatch of one to the other.
+"""The engine of a deployment: all requests, all replicas, and the dispatch of requests to replicas.
 
 Runs on the thread of one event loop; no method waits. A waiting request belongs to no replica. It goes to a
-replica with a free slot and enough memory, preferably one that has cached its prefix; a request of a pooling
-model goes to one whose device is free, or joins a batch there. The requests of a lost replica wait again.
+replica with a free slot and enough memory, preferably to a cached prefix; a pooling request goes to a free
+device or joins a batch there. The requests of a lost replica wait again.
 """
 
 import itertools
@@ -25,11 +25,11 @@ from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
 MOST_GRAMMAR_LOSSES: Final = 32
-"""Admissions in a row for which workers lack the grammar that they compiled."""
+"""Admissions in a row that fail because the worker has evicted the compiled grammar."""
 
 RECLAIM_AFTER_S: Final = 1.0
-"""Seconds that the next request waits before it may take another tenant's place, and between two such times.
-Places that become free by themselves are mostly sooner."""
+"""Seconds before the next request may preempt another tenant's, and between two such preemptions. Most places
+become free sooner by themselves."""
 
 
 class Engine:
@@ -43,13 +43,13 @@ class Engine:
         """Starts without replicas.
 
         Args:
-            max_waiting: requests that may wait at once.
-            max_waiting_tokens: prompt tokens that may wait at once.
+            max_waiting: limit of waiting requests.
+            max_waiting_tokens: limit of waiting prompt tokens.
             clock: monotonic seconds.
-            order: decides which waiting request is next.
-            max_worker_losses: workers that may be lost in a row while they run the same request.
-            max_step_failures: steps that may fail in a row with the same request in them.
-            expected_adapters: names of LoRA adapters that are going to be loaded.
+            order: the order of waiting requests.
+            max_worker_losses: workers lost in a row with the same request before it fails.
+            max_step_failures: failed steps in a row with the same request before it fails.
+            expected_adapters: names of LoRA adapters in the settings.
         """
         self._clock = clock
         self._arrivals = itertools.count()
@@ -58,19 +58,19 @@ class Engine:
         self._live = LiveRequests()
         self._capacity = Capacity(max_waiting, max_waiting_tokens)
         self.rejections = self._capacity.rejections
-        """Requests that the queue refused, by the limit that they would have exceeded."""
-        # The head of the queue when it found no room. Dispatch stops there until something is released.
+        """Requests refused by the queue, by exceeded limit."""
+        # The head of the queue after it found no room. Dispatch stops there until something is released.
         self._blocked: Request | None = None
-        # From when on a tenant far below its share may take a place from others.
+        # Next time at which a tenant far below its share may preempt others.
         self._next_reclaim_s = clock()
         # Whether skipped requests may find room now.
         self._retry_skipped = False
         self._order = order
         self._queues = Queues(order, clock)
         self.waiting = self._queues.waiting
-        """Requests that wait for a slot."""
+        """Requests waiting for a slot."""
         self.grammars = self._queues.grammars
-        """Requests that wait for their grammar."""
+        """Requests waiting for their grammar."""
         self._placer = Placer(self.grammars, clock)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
@@ -81,7 +81,7 @@ class Engine:
         """The LoRA adapters of the deployment."""
         self.prefixes = PrefixControl(self.replicas, self.dispatch)
         self.model: ModelLimits | PooledModel | None = None
-        """Set once a replica has been ready."""
+        """Set by the first ready replica."""
         self._suspended = False
         self._log = get_logger()
 
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot, over all replicas."""
+        """Requests with a slot, over all replicas."""
         return sum(replica.scheduler.num_running for replica in self.replicas.values())
 
     @property
@@ -113,7 +113,7 @@ class Engine:
         return {name: totals_of(replica.scheduler) for name, replica in self.replicas.items()}
 
     def memory(self) -> dict[str, ReplicaMemory]:
-        """Returns the KV memory of the ready replicas by id, without replicas that have none."""
+        """Returns the KV memory of the ready replicas by id, without pooling replicas."""
         return {
             name: memory_of(kv)
             for name, replica in self.replicas.items()
@@ -123,18 +123,18 @@ class Engine:
     # ---- requests ----
 
     def submit(self, submission: Submission, sink: Sink) -> None:
-        """Does the same as :meth:`submit_all` for one request."""
+        """Enqueues one request; see :meth:`submit_all`."""
         self.submit_all((submission,), sink)
 
     def submit_all(self, submissions: Sequence[Submission], sink: Sink) -> None:
         """Enqueues all requests of a call, or none; their events go to `sink`.
 
         Raises:
-            Unavailable: no replica has been ready yet.
+            Unavailable: no replica is ready yet.
             InvalidArgument: an id is in use, or a token id, parameter or length cannot be served.
-            NotFound: there is no adapter of that name.
-            Unsupported: the model does not serve what is asked of it.
-            Overloaded: the queue has no room for all.
+            NotFound: no adapter has the requested name.
+            Unsupported: the model does not support a requested feature.
+            Overloaded: the queue lacks room for all requests.
         """
         if self.model is None:
             raise _no_worker()
@@ -167,7 +167,7 @@ class Engine:
     def _check(
         self, submission: Submission, model: ModelLimits | PooledModel
     ) -> tuple[StopRule, Adapter | None]:
-        """Checks a submission; returns when its sequences end, and its adapter."""
+        """Checks a submission; returns its stop rule and its adapter."""
         adapter = self.adapters.resolve(submission.lora_name, submission.lora_digest)
         stop = model.check(submission, self._capacity.max_request_tokens)
         if adapter is not None:
@@ -175,12 +175,10 @@ class Engine:
         return stop, adapter
 
     def abort(self, request_id: str, sequence: int | None = None) -> bool:
-        """Aborts a request in any state, or one of its sequences alone.
-
-        Unknown and finished ids are no error.
+        """Aborts a request in any state, or one of its sequences.
 
         Returns:
-            Whether a live sequence was found.
+            Whether a live sequence was found; unknown and finished ids are no error.
         """
         found = [one for one in self._live.sequences_of(request_id) if sequence in (None, one.sequence)]
         for request in found:
@@ -190,7 +188,7 @@ class Engine:
         return bool(found)
 
     def live(self) -> list[Request]:
-        """Returns every sequence that has not ended."""
+        """Returns every unfinished sequence."""
         return list(self._live)
 
     def fail(self, request: Request, error: TriptychError) -> None:
@@ -201,7 +199,7 @@ class Engine:
     def _stop(self, request: Request, event: Event) -> None:
         """Ends a live request in any state with its last event."""
         if self._queues.remove(request):
-            self.released()  # requests behind it may run now
+            self.released()  # later requests may run now
             self._end(request, event)
             return
         if (replica := self.replicas.get(request.replica_id or "")) is not None:
@@ -209,15 +207,12 @@ class Engine:
             replica.wake()
 
     def _abort_failed(self) -> None:
-        """Aborts the remaining sequences of failed requests.
-
-        The failure itself is too early: the replica is in the middle of its step then.
-        """
+        """Aborts the remaining sequences of failed requests, outside of the step with the failure."""
         for request in self._live.take_failed():
             self._stop(request, _aborted(request))
 
     def find(self, request_id: str) -> Request | None:
-        """Returns the live request with that id, or the first of its sequences."""
+        """Returns a live request by id, or the first of its sequences."""
         return next(iter(self._live.sequences_of(request_id)), None)
 
     def suspend(self, error: TriptychError) -> int:
@@ -232,7 +227,7 @@ class Engine:
         return len(requests)
 
     def _fail(self, request: Request, error: TriptychError) -> None:
-        """Ends a request that has no slot."""
+        """Ends a request without a slot."""
         self._queues.remove(request)
         self._end(request, Event(request.request_id, error=error))
 
@@ -245,9 +240,9 @@ class Engine:
     # ---- dispatch ----
 
     def dispatch(self) -> None:
-        """Gives waiting requests to replicas, in order, while there is room for the next one.
+        """Places waiting requests on replicas, in order, while there is room for the next.
 
-        Call it whenever there may be room; it costs next to nothing if there is none.
+        Call it whenever there may be room; without room it costs next to nothing.
         """
         if self._live.failed:
             self._abort_failed()
@@ -267,9 +262,10 @@ class Engine:
                 settled = self._placer.settle(head)
                 if not settled and may_reclaim and now >= head.waits_since_s + RECLAIM_AFTER_S:
                     may_reclaim = False
-                    settled = self._placer.reclaim(head, self.waiting.tenants.shares(self._tenants_running()))
+                    running = {one.tenant for one in self._live if one.slot is not None}
+                    settled = self._placer.reclaim(head, self.waiting.tenants.shares(running))
             except Exception as error:  # noqa: BLE001 - any bug
-                # It must cost this request alone. Otherwise every replica would meet it in turn and be lost.
+                # Fail this request only. Otherwise every replica in turn would meet it and be lost.
                 self._log.exception("placing_failed", request=head.request_id)
                 message = f"placing the request failed: {type(error).__name__}: {error}"
                 self._fail(head, error if isinstance(error, TriptychError) else Internal(message))
@@ -277,7 +273,7 @@ class Engine:
             if settled:
                 self._queues.settled(head)
                 self.adapters.placed(head)
-                # An adapter that has found a slot serves requests of other groups, too.
+                # An adapter in a slot also serves requests of other groups.
                 self.waiting.bring_back(None if head.adapter else self._placer.group_of(head))
                 continue
             self.adapters.want(head, stuck=True)
@@ -287,9 +283,6 @@ class Engine:
                 self._blocked = head
                 return
 
-    def _tenants_running(self) -> set[str]:
-        return {one.tenant for one in self._live if one.slot is not None}
-
     # ---- calls from replicas, see ReplicaOwner ----
 
     def requeue(self, request: Request) -> None:
@@ -298,7 +291,7 @@ class Engine:
         self.adapters.want(request)
 
     def without_grammar(self, request: Request) -> None:
-        """Requeues a request after its replica has evicted its grammar, and fails it if that goes on."""
+        """Requeues a request after its replica evicted its grammar; fails it after too many evictions."""
         orphaned = self.grammars.evicted(request)
         assert request.sampling.grammar is not None
         self._regroup(request.sampling.grammar)
@@ -312,18 +305,18 @@ class Engine:
         self._wait_for_recompilation(orphaned)
 
     def forget(self, request: Request) -> None:
-        """Forgets a request that has ended."""
+        """Forgets a finished request."""
         self._placer.ended(request)
         self._queues.remove_user(request)
         self.adapters.remove_user(request)
         self._live.remove(request)
 
     def is_hopeless(self, request: Request) -> bool:
-        """Whether steps of the request alone have failed often enough, and wherever it can run."""
+        """Whether steps of the request alone failed too often, and on every replica able to run it."""
         return request.step_failures >= self._max_step_failures and not self._placer.is_untried(request)
 
     def admitted(self, request: Request) -> None:
-        """Charges the tenant of a request that got a slot, once: computing tokens again is nobody's debt."""
+        """Charges the tenant of a request with a new slot, once: recomputed tokens are free."""
         self._queues.undefer(request)
         self.grammars.started(request)
         if not request.charged:
@@ -335,15 +328,16 @@ class Engine:
         self.waiting.tenants.charge(tenant, tokens)
 
     def released(self) -> None:
-        """Notes that slots, blocks or room in a plan became free; dispatch retries the queue."""
+        """Records freed slots, blocks or room in a plan; the next dispatch retries the queue."""
         self._blocked = None
         self._retry_skipped = True
 
     # ---- replicas ----
 
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
-        """Adds a ready replica; it may get requests at once."""
+        """Adds a ready replica, which may get requests at once."""
         self._suspended = False
+        replica.replica_id = replica_id
         self.replicas[replica_id] = replica
         self.prefixes.attached(replica_id)
         self._replicas_changed()
@@ -353,9 +347,9 @@ class Engine:
         replica.wake()
 
     def detach(self, replica_id: str, loss: Loss) -> Detached:
-        """Removes a replica; its requests wait again with the tokens they have.
+        """Removes a replica; its requests wait again and keep their tokens.
 
-        If the loss blames requests, those in unanswered steps are suspects. One that was alone in them fails
+        If the loss blames requests, those in unanswered steps become suspects. A request alone in them fails
         if too many workers were lost with it.
         """
         replica = self.replicas.pop(replica_id, None)
@@ -375,9 +369,9 @@ class Engine:
         return Detached(len(abandoned.requests) - len(failed), suspects, failed)
 
     def _judge(self, abandoned: Abandoned) -> tuple[str, ...]:
-        """Fails the request that has killed its last worker, and tells the clients of other suspects.
+        """Fails a request that killed too many workers, and notifies the clients of other suspects.
 
-        Returns the ids of those that failed.
+        Returns the ids of failed requests.
         """
         failed = []
         for request in abandoned.suspects:
@@ -398,34 +392,30 @@ class Engine:
             self._capacity.measure((replica.scheduler for replica in self.replicas.values()), length)
 
     def fail_oversized(self) -> int:
-        """Fails waiting requests that fit no replica: a larger one was lost and has not come back.
+        """Fails waiting requests that fit no replica, after a larger one was lost and did not return.
 
-        Those of LoRA adapters fail if no replica that remains can run them.
-
-        Returns how many failed.
+        Requests with LoRA adapters also fail if no remaining replica can run them. Returns how many failed.
         """
-        room = self._capacity.max_request_tokens
+        if not self.replicas:
+            return 0
         stranded = [one for one in self._queues if one.adapter and not self._placer.has_prospects(one)]
-        for request in stranded if self.replicas else ():
+        for request in stranded:
             message = "no remaining worker runs the request's LoRA adapter; send it again when one is back"
             self._fail(request, Unavailable(message, retry_after_ms=5000))
-        oversized = [
-            request
-            for request in self._queues
-            if not any(replica.scheduler.fits(request) for replica in self.replicas.values())
-        ]
-        for request in oversized if self.replicas else ():
+        schedulers = [replica.scheduler for replica in self.replicas.values()]
+        oversized = [one for one in self._queues if not any(each.fits(one) for each in schedulers)]
+        for request in oversized:
             message = (
-                f"the request needs {request.end} tokens of KV memory and the remaining workers hold {room}; "
-                "send it again when more workers are back"
+                f"the request needs {request.end} tokens of KV memory and the remaining workers hold"
+                f" {self._capacity.max_request_tokens}; send it again when more workers are back"
             )
             self._fail(request, Unavailable(message, retry_after_ms=5000))
-        return len(oversized) + len(stranded) if self.replicas else 0
+        return len(oversized) + len(stranded)
 
     # ---- grammars ----
 
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
-        """Records that a replica has a grammar; requests that waited for it may run there."""
+        """Records a grammar compiled by a replica; its waiting requests may run there."""
         self._queues.wait(*self.grammars.compiled(replica_id, grammar))
         self._regroup(grammar)
         self._fail_stranded(grammar)
@@ -433,10 +423,7 @@ class Engine:
         self.dispatch()
 
     def grammar_refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> None:
-        """Records that a replica cannot compile a grammar.
-
-        Fails its requests unless another replica may have it.
-        """
+        """Records a failed compilation; fails the grammar's requests unless another replica may succeed."""
         for request in self.grammars.refused(replica_id, grammar, error):
             self._fail(request, error)
         self._fail_stranded(grammar)
@@ -444,7 +431,7 @@ class Engine:
         self.dispatch()
 
     def _fail_stranded(self, grammar: Grammar) -> None:
-        """Fails requests that are too large for every replica that has the grammar or compiles it."""
+        """Fails requests too large for every replica that holds or compiles the grammar."""
         for request in self.grammars.waiting_users(grammar):
             if not self._placer.has_prospects(request):
                 message = (
@@ -453,13 +440,13 @@ class Engine:
                 self._fail(request, Overloaded(message, param="structured_output", retry_after_ms=5000))
 
     def _wait_for_recompilation(self, orphaned: Collection[Grammar]) -> None:
-        """Moves requests out of the waiting queue whenever no replica has their grammar."""
+        """Moves requests without a replica for their grammar out of the waiting queue."""
         for request in itertools.chain.from_iterable(map(self.grammars.waiting_users, orphaned)):
             if self.waiting.remove(request):
                 self.requeue(request)
 
     def _regroup(self, grammar: Grammar) -> None:
-        """Retries the skipped requests of a grammar after other replicas have it."""
+        """Retries the skipped requests of a grammar after its set of replicas changed."""
         for request in self.grammars.waiting_users(grammar):
             self.waiting.unskip(request)
 

@@ -1,10 +1,11 @@
-"""Placement of the next waiting request: on the best replica that has room for it or can make room."""
+"""Placement of the next waiting request on the best replica with room, or one that can make room."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.learned_times import LinearTime
 from scheduler_svc.policy.rules import below_share, outranks
@@ -13,33 +14,27 @@ from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
 
-# An idle replica whose steps seemed slow gets a request as a probe after so long.
+# Seconds after which an idle replica with slow step times gets a request as a probe.
 _PROBE_S = 60.0
 
-# Before any request has ended: tokens that a request generates.
+# Output tokens of a request, before any request has ended.
 _USUAL_OUTPUT = 256.0
 # Weight of the earlier mean of them when a request ends.
 _KEPT = 0.98
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLoads:
-    """Calls that change which LoRA adapters a worker has on its host. They return at once."""
-
-    load: Callable[[Adapter, int], None]
-    """Starts loading an adapter on all ranks under an id that no load had before; the driver answers with
-    :meth:`AdapterControl.answered`."""
-    unload: Callable[[int], None]
-    """Ends a load by its id, or frees what it has brought."""
+LoadAdapter: TypeAlias = Callable[[Adapter, int, Callable[[], Sequence[int]], LoadAnswer], None]
+"""Starts loading an adapter on all ranks, given a new load id, a function that returns the load ids to keep,
+and the receiver of the answer."""
 
 
 @dataclass(slots=True)
 class AttachedReplica:
-    """A ready replica as the engine sees it."""
+    """A ready replica as the engine sees it. No call blocks."""
 
     scheduler: ReplicaScheduler | PoolScheduler
     wake: Callable[[], None]
-    """Tells the replica's driver that there is work."""
+    """Tells the replica's driver about new work."""
     ask: CompileRequest = lambda _: None
     """Starts compiling a grammar.
 
@@ -49,22 +44,25 @@ class AttachedReplica:
     """Cancels compiling a grammar; the driver then sends no answer."""
     failing: Callable[[], bool] = lambda: False
     """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
-    lora: AdapterLoads | None = None
-    """Loads LoRA adapters; None if the replica runs none."""
-    placed_s: float = -math.inf
+    load_adapter: LoadAdapter = lambda *_: None
+    unload_adapter: Callable[[int], None] = lambda _: None
+    """Ends a load by its id, or frees its adapter."""
+    replica_id: str = field(default="", init=False)
+    """Set by :meth:`Engine.attach`."""
+    placed_s: float = field(default=-math.inf, init=False)
     """Clock reading of the last placement."""
 
 
 class Placer:
     """Chooses the replica for a request. The engine owns the queue and its order.
 
-    A request runs on a replica that is large enough and has its grammar and its adapter. One that finds no
-    room is skipped: requests behind it may use other replicas. They may not use the replicas that it waits
-    for, or it would never find room there.
+    A request runs on a replica large enough for it that holds its grammar and its adapter. A request without
+    room is skipped: later requests may use other replicas, but not the replicas that it waits for, or it
+    would never find room there.
     """
 
     def __init__(self, grammars: GrammarQueue, clock: Callable[[], float]) -> None:
-        """Starts without replicas; the queue knows which replicas have which grammars."""
+        """Starts without replicas; `grammars` knows their compiled grammars."""
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._grammars = grammars
@@ -74,14 +72,14 @@ class Placer:
         self._claimed: dict[str, tuple[float, int]] = {}
 
     def settle(self, request: Request) -> bool:
-        """Admits the request to a replica, preempting less urgent requests if it must.
+        """Admits the request to a replica, preempting less urgent requests if necessary.
 
         Returns whether it did.
         """
         return self._place(request) or (self._preempt_for(request) and self._place(request))
 
     def reclaim(self, request: Request, shares: Mapping[str, float]) -> bool:
-        """Admits a request of a tenant far below its share, in the place of others; see `below_share`.
+        """Admits a request of a tenant far below its share by preempting others; see `below_share`.
 
         Returns whether it did.
         """
@@ -92,26 +90,23 @@ class Placer:
             for one in replica.scheduler.running
         ]
         leaving = below_share(request, running, shares)
-        places = dict.fromkeys(one.replica_id for one in leaving)
-        able = dict(self._candidates(request))
+        able = {replica.replica_id: replica for replica in self._candidates(request)}
         return any(
             self._preempt_on(able[name], request, [one for one in leaving if one.replica_id == name], "share")
-            for name in places
+            for name in dict.fromkeys(one.replica_id for one in leaving)
             if name in able
         ) and self._place(request)
 
     def skip(self, request: Request) -> bool:
-        """Lets other requests pass one that found no room, if it blocks a replica that it cannot use.
+        """Lets later requests pass a request without room, if it blocks a replica that it cannot use.
 
-        A request that lacks nothing but an adapter slot blocks no replica. It claims a slot on the replica
-        with the fewest running requests.
+        A request that lacks only an adapter seat blocks no replica. It claims a seat on the replica with the
+        fewest running requests.
 
         Returns:
             False if no other request would gain: the request stays at the head of the queue.
         """
-        free = [
-            replica.scheduler for _, replica in self._candidates(request) if replica.scheduler.has_free_slot
-        ]
+        free = [one.scheduler for one in self._candidates(request) if one.scheduler.has_free_slot]
         adapter, rank = request.adapter, request.rank
         if free and adapter and not any(scheduler.adapters.has_room(adapter, rank) for scheduler in free):
             least = min(free, key=lambda scheduler: scheduler.num_running)
@@ -119,45 +114,43 @@ class Placer:
             return True
         if not any(
             replica.scheduler.has_free_slot
-            and not self._suits(name, request)
-            and not self._is_claimed(name, request)
-            for name, replica in self.replicas.items()
+            and not self._suits(replica, request)
+            and not self._is_claimed(replica, request)
+            for replica in self.replicas.values()
         ):
             return False
-        for name in self.replicas:
-            if self._suits(name, request):
+        for name, replica in self.replicas.items():
+            if self._suits(replica, request):
                 self._claimed[name] = min(request.rank, self._claimed.get(name, request.rank))
         return True
 
     def has_prospects(self, request: Request) -> bool:
-        """Returns whether some replica is large enough for the request and has what it needs, or will."""
-        return any(self._may_suit(name, request) for name in self.replicas)
+        """Returns whether some replica is large enough and has, or will have, the grammar and the adapter."""
+        return any(self._may_suit(replica, request) for replica in self.replicas.values())
 
     def is_untried(self, request: Request) -> bool:
-        """Returns whether some replica that can run the request has not failed it."""
+        """Returns whether a replica able to run the request has not failed it."""
         return any(
             name not in request.failed_on
-            and self._may_suit(name, request)
+            and self._may_suit(replica, request)
             and not replica.scheduler.adapters.is_paused(request.adapter)
             for name, replica in self.replicas.items()
         )
 
-    def _may_suit(self, replica_id: str, request: Request) -> bool:
-        """Returns whether the replica can run the request once it has its grammar and its adapter."""
-        scheduler = self.replicas[replica_id].scheduler
+    def _may_suit(self, replica: AttachedReplica, request: Request) -> bool:
         return (
-            scheduler.fits(request)
-            and self._grammars.is_expected(request, replica_id)
-            and scheduler.adapters.may_load(request.adapter)
+            replica.scheduler.fits(request)
+            and self._grammars.is_expected(request, replica.replica_id)
+            and replica.scheduler.adapters.may_load(request.adapter)
         )
 
     def group_of(self, request: Request) -> tuple[int, str, int, frozenset[str]]:
-        """Returns the key of a skipped request's group: adapter, tenant, priority and the replicas to use.
+        """Returns the group key of a skipped request: adapter, tenant, priority and usable replicas.
 
-        If the oldest request of a group finds no room, no other request of the group does. Keys change with
-        the set of replicas and when a replica gets or loses a grammar. The key of a request that failed on a
-        replica changes with the clock, too, when the pause of its adapter ends; a skipped request stays in
-        the group of its key at that time.
+        If the oldest request of a group finds no room, no other member does. Keys change with the set of
+        replicas, and when a replica gets or loses a grammar. After a failure on a replica, a request's key
+        also changes with the clock, when the pause of its adapter ends; a skipped request stays in its
+        earlier group.
         """
         usable = frozenset(
             name
@@ -170,63 +163,57 @@ class Placer:
         return adapter_id, request.tenant, request.priority, usable
 
     def clear_claims(self) -> None:
-        """Forgets which replicas skipped requests wait for, before those requests are retried."""
+        """Drops the claims of skipped requests, before those are retried."""
         self._claimed.clear()
         for replica in self.replicas.values():
             replica.scheduler.adapters.clear_claims()
 
-    def _suits(self, replica_id: str, request: Request) -> bool:
-        """Returns whether the request could run on the replica if it were empty."""
-        scheduler = self.replicas[replica_id].scheduler
-        has_all = self._grammars.may_run(request, replica_id) and scheduler.adapters.holds(request.adapter)
-        return scheduler.fits(request) and has_all and not self._avoids(replica_id, request)
+    def _suits(self, replica: AttachedReplica, request: Request) -> bool:
+        """Returns whether the replica could run the request if it were empty."""
+        name, scheduler = replica.replica_id, replica.scheduler
+        has_all = self._grammars.may_run(request, name) and scheduler.adapters.holds(request.adapter)
+        return scheduler.fits(request) and has_all and not self._avoids(name, request)
 
     def _avoids(self, replica_id: str, request: Request) -> bool:
-        """Returns whether the replica has failed the request, which can run on another one."""
+        """Returns whether the request failed on the replica and may run on another."""
         return replica_id in request.failed_on and self.is_untried(request)
 
-    def _is_claimed(self, replica_id: str, request: Request) -> bool:
-        """Returns whether a skipped request that ranks before `request` waits for the replica."""
-        first = self._claimed.get(replica_id)
+    def _is_claimed(self, replica: AttachedReplica, request: Request) -> bool:
+        """Returns whether a skipped request of higher rank waits for the replica."""
+        first = self._claimed.get(replica.replica_id)
         return first is not None and first < request.rank
 
-    def _candidates(self, request: Request) -> list[tuple[str, AttachedReplica]]:
-        """Returns the replicas that may run the request, now or once they have room."""
+    def _candidates(self, request: Request) -> list[AttachedReplica]:
+        """Returns the replicas able to run the request, now or once they have room."""
         return [
-            (name, replica)
-            for name, replica in self.replicas.items()
-            if self._suits(name, request) and not self._is_claimed(name, request)
+            replica
+            for replica in self.replicas.values()
+            if self._suits(replica, request) and not self._is_claimed(replica, request)
         ]
 
     def _place(self, request: Request) -> bool:
-        free = [
-            (name, replica) for name, replica in self._candidates(request) if replica.scheduler.has_free_slot
-        ]
-        for name, replica in self.by_cost(request, free) if len(free) > 1 else free:
-            request.replica_id = name
-            result = replica.scheduler.admit(request)
-            if result is not AdmitResult.NO_ROOM:
+        free = [replica for replica in self._candidates(request) if replica.scheduler.has_free_slot]
+        for replica in self.by_cost(request, free) if len(free) > 1 else free:
+            request.replica_id = replica.replica_id
+            if replica.scheduler.admit(request) is not AdmitResult.NO_ROOM:
                 replica.placed_s = self._clock()
                 replica.wake()
                 return True
         return False
 
     def ended(self, request: Request) -> None:
-        """Learns from a request that has ended how many tokens requests generate."""
+        """Updates the mean output length with a finished request."""
         if request.num_output_tokens:
             self._output += (1 - _KEPT) * (request.num_output_tokens - self._output)
 
-    def by_cost(
-        self, request: Request, free: list[tuple[str, AttachedReplica]]
-    ) -> list[tuple[str, AttachedReplica]]:
-        """Returns replicas with a free slot, the best one first."""
+    def by_cost(self, request: Request, free: list[AttachedReplica]) -> list[AttachedReplica]:
+        """Returns replicas with a free slot, the best first."""
         times = [replica.scheduler.stats.times for replica in self.replicas.values()]
         chunk = _fastest([each.chunk for each in times], _UNKNOWN_CHUNK)
         decode = _fastest([each.decode for each in times], _UNKNOWN_DECODE)
         probe_before_s = self._clock() - _PROBE_S
 
-        def cost(item: tuple[str, AttachedReplica]) -> tuple[bool, bool, float, float]:
-            _, replica = item
+        def cost(replica: AttachedReplica) -> tuple[bool, bool, float, float]:
             scheduler, own = replica.scheduler, replica.scheduler.stats.times
             is_recent = replica.placed_s > probe_before_s or scheduler.num_running > 0
             seconds = self._seconds(
@@ -234,7 +221,7 @@ class Placer:
                 replica,
                 own.chunk if own.chunk.known and is_recent else chunk,
                 own.decode if own.decode.known and is_recent else decode,
-            )  # fmt: skip
+            )
             # Keep the sequences of one request together while there are slots: they share blocks.
             return replica.failing(), not scheduler.shares_prompt(request), seconds, replica.placed_s
 
@@ -243,11 +230,12 @@ class Placer:
     def _seconds(
         self, request: Request, replica: AttachedReplica, chunk: LinearTime, decode: LinearTime
     ) -> float:
-        """Returns the seconds that a request takes on a replica, and those that others lose by it.
+        """Returns the seconds of a request on a replica, plus the delay of the other requests there.
 
-        Others wait while its chunks run, and more rows may slow their decode steps.
+        Others wait during its chunks, and an additional row may slow their decode steps.
         """
-        scheduler, load = replica.scheduler, _load(replica)
+        scheduler = replica.scheduler
+        load = scheduler.num_running + scheduler.num_deferred
         # A pooling replica takes a whole text in a step.
         size = scheduler.shapes.chunk if isinstance(scheduler, ReplicaScheduler) else len(request.token_ids)
         waits_s = _prefill_seconds(chunk, scheduler.prefill_backlog, size)
@@ -262,7 +250,7 @@ class Placer:
         """Makes room by preempting the least urgent running requests, if the waiting one is more urgent."""
         candidates = [
             (least, replica)
-            for _, replica in self._candidates(request)
+            for replica in self._candidates(request)
             if (least := replica.scheduler.least_urgent) is not None and least > request.priority
         ]
         candidates.sort(key=lambda item: item[0], reverse=True)
@@ -284,19 +272,14 @@ class Placer:
         return True
 
 
-def _load(replica: AttachedReplica) -> int:
-    """Returns the number of requests on a replica, those that wait there for a prefix included."""
-    return replica.scheduler.num_running + replica.scheduler.num_deferred
-
-
 def _prefill_seconds(chunk: LinearTime, num_tokens: int, size: int) -> float:
-    """Returns the seconds of the chunks, of up to `size` tokens each, that compute so many tokens."""
+    """Returns the seconds to prefill so many tokens in chunks of up to `size`."""
     whole, rest = divmod(num_tokens, size)
     return whole * chunk.at(size) + (chunk.at(rest) if rest else 0.0)
 
 
 def _fastest(times: list[LinearTime], unknown: LinearTime) -> LinearTime:
-    """Returns the shortest of the known times, which a replica that has none is tried with."""
+    """Returns the shortest of the known times, the assumption for a replica without any."""
     return min((each for each in times if each.known), key=lambda each: each.at(1), default=unknown)
 
 

@@ -11,18 +11,18 @@ from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.adapters.registry import Adapter, LoadAnswer, LoadedAdapter
 
-# A large adapter from a slow disk or a hub; a rank that is lost ends the calls at once.
+# Enough for a large adapter from a slow disk or a hub. The loss of a rank ends the calls at once.
 LOAD_TIMEOUT_S = 300.0
 
-# Loads of a replica at the same time. Each takes a thread of every rank. While its layers are converted, it
-# also takes processor time from steps.
+# Concurrent loads of a replica. Each takes a thread of every rank, and processor time away from steps while
+# its layers are converted.
 MAX_LOADS = 4
 
 
 class AdapterLoader:
-    """The LoadAdapter calls of one replica, each to all ranks at once, and the UnloadAdapter calls of rank 0.
+    """The LoadAdapter calls of one replica, each to all ranks at once, and its UnloadAdapter calls to rank 0.
 
-    Up to `MAX_LOADS` loads run at the same time, so one slow download or disk delays no other adapter.
+    Up to `MAX_LOADS` loads run concurrently, so a slow download or disk delays no other adapter.
     """
 
     def __init__(self, stubs: "Sequence[worker_pb2_grpc.WorkerAsyncStub]", log: FilteringBoundLogger) -> None:
@@ -40,16 +40,16 @@ class AdapterLoader:
 
         Args:
             adapter: an adapter.
-            load_id: the worker's id for what this load brings; no other load has it.
-            needed: returns the loads that must stay; called when this one begins.
-            answered: called once with what the ranks say about it, or why it cannot be loaded; no rank has
-                it then. Not called if the replica is lost.
+            load_id: a new id.
+            needed: returns the load ids to keep; called at the start of the load.
+            answered: called once with the ranks' answer or an error, after which no rank holds the adapter.
+                Not called if the replica is lost.
         """
         task = self._loads[load_id] = self._start(self._load(adapter, load_id, needed, answered))
         task.add_done_callback(lambda _: self._loads.pop(load_id))
 
     def unload(self, load_id: int) -> None:
-        """Frees what a load has brought, once it has ended."""
+        """Frees the adapter of a load once the load has ended."""
         self._start(self._unload(load_id, after=self._loads.get(load_id)))
 
     def close(self) -> None:
@@ -75,19 +75,21 @@ class AdapterLoader:
             answers = await asyncio.gather(*calls, return_exceptions=True)
             result = self._result(adapter, answers)
             if isinstance(result, TriptychError):
-                # Also where a call failed: the worker may still be reading.
+                # Also after a failed call: the worker may still be reading.
                 await self._unload(load_id)
         answered(result)
 
     def _result(
         self, adapter: Adapter, answers: Sequence[worker_pb2.LoadAdapterResponse | BaseException]
     ) -> LoadedAdapter | TriptychError:
+        facts = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 return self._error(answer)
-        first, *others = (answer for answer in answers if not isinstance(answer, BaseException))
-        if any(other.digest != first.digest for other in others):
+            facts.append(answer)
+        if len({each.digest for each in facts}) > 1:
             return Internal(f"the ranks of the replica found different files in {adapter.source!r}")
+        first = facts[0]
         return LoadedAdapter(first.rank, first.digest, first.revision, tuple(first.displaced_ids))
 
     def _error(self, error: BaseException) -> TriptychError:

@@ -1,7 +1,7 @@
 """Replicas of generating and of pooling models: their static shapes and schedulers."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,10 +13,9 @@ from protos.steps import PoolShape
 from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.modules import name_and_path
-from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
+from scheduler_svc.dispatch.placement import AttachedReplica, LoadAdapter
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
@@ -49,8 +48,7 @@ class WorkerLink:
     """Compiles a grammar, then calls the function with the outcome."""
     withdraw_grammar: Callable[[Grammar], None]
     """Cancels the compilation of a grammar; its function is then not called."""
-    load_adapter: Callable[[Adapter, int, Callable[[], Sequence[int]], LoadAnswer], None]
-    """Loads a LoRA adapter on every rank, given a new id and a function for the ids of loads to keep."""
+    load_adapter: LoadAdapter
     unload_adapter: Callable[[int], None]
     """Ends a load on every rank by its id, or frees its adapter."""
     failing: Callable[[], bool]
@@ -226,14 +224,10 @@ class GeneratingReplicas:
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
-        def load(adapter: Adapter, load_id: int) -> None:
-            answered = partial(self._engine.adapters.answered, replica_id, adapter, load_id)
-            link.load_adapter(adapter, load_id, lambda: scheduler.adapters.needed, answered)
-
-        loads = AdapterLoads(load, link.unload_adapter) if lora else None
-        self._engine.attach(
-            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, loads)
-        )
+        replica = AttachedReplica(
+            scheduler, link.wake, ask, link.withdraw_grammar, link.failing, link.load_adapter, link.unload_adapter
+        )  # fmt: skip
+        self._engine.attach(replica_id, replica)
         return scheduler
 
     def _make_cache(

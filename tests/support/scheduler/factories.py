@@ -4,17 +4,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from protos.errors import Internal, TriptychError
 from protos.limits import SAMPLING
 from protos.steps import GroupKind, PoolShape, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AdapterLoads, AttachedReplica
+from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
@@ -209,29 +208,32 @@ class RigAdapters:
     """The adapters of a replica in a rig: its worker's store, and the calls that wait for an answer."""
 
     def __init__(
-        self, engine: Engine, replica_id: str, max_loras: int, max_cpu_loras: int,
+        self, clock: Callable[[], float], max_loras: int, max_cpu_loras: int,
         sources: Mapping[str, str | TriptychError],
     ) -> None:  # fmt: skip
         self.store = simulated_adapters(max_loras, max_cpu_loras, sources)
-        self.seats = AdapterSeats(max_loras, max_cpu_loras, engine._clock)
-        self.calls = AdapterLoads(self._load, self.store.unload)
-        self.loads: deque[tuple[Adapter, int, list[int] | TriptychError]] = deque()
-        """Adapters to load that have no answer yet, each with its id and what left for it."""
-        self._engine = engine
-        self._replica_id = replica_id
+        self.seats = AdapterSeats(max_loras, max_cpu_loras, clock)
+        self.loads: deque[tuple[Adapter, int, list[int] | TriptychError, LoadAnswer]] = deque()
+        """Unanswered loads: the adapter, the load's id, and the loads displaced by it."""
 
-    def _load(self, adapter: Adapter, load_id: int) -> None:
+    def load(
+        self, adapter: Adapter, load_id: int, needed: Callable[[], Sequence[int]], answered: LoadAnswer
+    ) -> None:
         try:
-            displaced: list[int] | TriptychError = self.store.begin(load_id, self.seats.needed)
+            displaced: list[int] | TriptychError = self.store.begin(load_id, needed())
         except TriptychError as error:
             displaced = error
-        self.loads.append((adapter, load_id, displaced))
+        self.loads.append((adapter, load_id, displaced, answered))
+
+    def attach_to(self, replica: AttachedReplica) -> AttachedReplica:
+        """Gives a replica its calls; returns it."""
+        replica.load_adapter, replica.unload_adapter = self.load, self.store.unload
+        return replica
 
     def answer(self, error: TriptychError | None = None) -> None:
         """Answers all calls; with an error, no adapter can be loaded."""
         while self.loads:
-            adapter, load_id, displaced = self.loads.popleft()
-            answered = partial(self._engine.adapters.answered, self._replica_id, adapter, load_id)
+            adapter, load_id, displaced, answered = self.loads.popleft()
             try:
                 if error is not None:
                     raise error
@@ -319,7 +321,7 @@ class Rig:
         refuses, reports = (lambda one: self.refuses(one)), (lambda one: self.reports(one))  # noqa: PLW0108
         if self.adapter_slots:
             self.adapters = RigAdapters(
-                self.engine, "replica-0", self.adapter_slots, self.max_cpu_loras, self.sources
+                lambda: self.now, self.adapter_slots, self.max_cpu_loras, self.sources
             )
         self.device = SimulatedDevice(
             self.shapes, self.groups, hit_unit(self.shapes, self.groups, self.options), kills=kills, fails=fails,
@@ -330,8 +332,8 @@ class Rig:
             self.shapes, kv, self.engine, Turns(self.ratio, itl_target_s=self.itl_target_s), clock=lambda: self.now,
             lease_steps=self.lease_steps, event_interval_s=self.event_interval_s, adapters=self.adapters.seats if self.adapters else None, depth=self.depth,
         )  # fmt: skip
-        lora = self.adapters.calls if self.adapters else None
-        self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None, lora=lora))
+        replica = AttachedReplica(self.scheduler, lambda: None)
+        self.engine.attach("replica-0", self.adapters.attach_to(replica) if self.adapters else replica)
 
     @property
     def hosted(self) -> dict[int, str]:

@@ -56,7 +56,7 @@ def add_replica(
     withdraw: Callable[[Grammar], None] = lambda _: None,
 ) -> Second:  # fmt: skip
     adapters = (
-        RigAdapters(rig.engine, name, adapter_slots, max_cpu_loras, rig.sources) if adapter_slots else None
+        RigAdapters(lambda: rig.now, adapter_slots, max_cpu_loras, rig.sources) if adapter_slots else None
     )
     shapes = shapes or rig.shapes
     kv = KvCache(shapes, (FULL,), [num_blocks], model="m")
@@ -68,10 +68,8 @@ def add_replica(
         clock=lambda: rig.now,
         adapters=adapters.seats if adapters else None,
     )
-    rig.engine.attach(
-        name,
-        AttachedReplica(scheduler, lambda: None, ask, withdraw, lora=adapters.calls if adapters else None),
-    )
+    replica = AttachedReplica(scheduler, lambda: None, ask, withdraw)
+    rig.engine.attach(name, adapters.attach_to(replica) if adapters else replica)
     device = SimulatedDevice(shapes, adapters=adapters.store if adapters else None)
     return Second(scheduler, device, adapters=adapters)
 

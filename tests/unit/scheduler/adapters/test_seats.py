@@ -25,7 +25,7 @@ def test_the_adapters_that_a_load_must_not_displace() -> None:
     seats.loaded(C.adapter_id, (20,), awaited=True)
     assert sorted(seats.needed) == [10, 30]
     assert not seats.holds(B)
-    seats.unwanted(C.adapter_id)
+    seats.awaited.discard(C.adapter_id)
     seats.release(A.adapter_id)
     assert seats.needed == []
 
@@ -36,7 +36,7 @@ def test_a_host_full_of_needed_adapters_takes_no_other() -> None:
     seats.loading[C.adapter_id] = 30
     assert not seats.may_need_more
     assert seats.has_room(A, (0.0, 0)), "it was loaded for this request"
-    seats.unwanted(B.adapter_id)
+    seats.awaited.discard(B.adapter_id)
     assert seats.has_room(B, (0.0, 0))
     seats = held(A, B, C)
     seats.acquire(A.adapter_id)

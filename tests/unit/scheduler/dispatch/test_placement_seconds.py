@@ -12,20 +12,20 @@ from scheduler_svc.requests.request import Request
 from scheduler_svc.simulation.requests import SimulatedRequest
 from tests.support.scheduler.simulated import H100_8B, poisson, simulated
 
-Free = list[tuple[str, AttachedReplica]]
+Free = list[AttachedReplica]
 
 
 def by_load(_: Placer, request: Request, free: Free) -> Free:
-    def load(item: tuple[str, AttachedReplica]) -> tuple[int, int]:
-        scheduler = item[1].scheduler
+    def load(replica: AttachedReplica) -> tuple[int, int]:
+        scheduler = replica.scheduler
         return scheduler.num_running + scheduler.num_deferred, -scheduler.cached_tokens(request)
 
     return sorted(free, key=load)
 
 
 def by_prefix(_: Placer, request: Request, free: Free) -> Free:
-    def hit(item: tuple[str, AttachedReplica]) -> tuple[int, int]:
-        return -item[1].scheduler.cached_tokens(request), item[1].scheduler.num_running
+    def hit(replica: AttachedReplica) -> tuple[int, int]:
+        return -replica.scheduler.cached_tokens(request), replica.scheduler.num_running
 
     return sorted(free, key=hit)
 
