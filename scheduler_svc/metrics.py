@@ -18,8 +18,9 @@ from prometheus_client.registry import Collector
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.certificate_metrics import CertificateDays
-from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
+from scheduler_svc.dispatch.load import Load, Totals
 from scheduler_svc.dispatch.request_timeouts import Timeout
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.tenants import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
@@ -210,7 +211,7 @@ class SchedulerMetrics(Collector):
             {(model, reason): deployment.engine.rejections.get(reason, 0) for reason in (MAX_REQUESTS, MAX_TOKENS)},
             "model_name", "reason",
         )  # fmt: skip
-        yield from _memory(model, deployment.engine.memory(), deployment.served.info.dtype)
+        yield from _memory(model, deployment.engine.caches(), deployment.served.info.dtype)
         yield from self._loras()
         yield from _by_replica(model, self._totals(live), deployment.served.info.max_model_len)
         kinds = {"device_free": "free_memory_bytes", "process": "process_memory_bytes"}
@@ -274,16 +275,15 @@ class SchedulerMetrics(Collector):
         )  # fmt: skip
 
 
-def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Iterator[Metric]:
+def _memory(model: str, replicas: dict[str, KvCache], dtype: str) -> Iterator[Metric]:
     usage, blocks, prefixes, info = _Samples(), _Samples(), _Samples(), _Samples()
-    for name, memory in replicas.items():
-        usage[model, name] = memory.usage
-        for group_id, group in enumerate(memory.groups):
-            labels = (model, name, str(group_id))
-            blocks[*labels, "used"], blocks[*labels, "free"] = group.num_used, group.num_free
-            prefixes[labels] = group.num_cached
-        num_blocks = memory.groups[0].num_used + memory.groups[0].num_free
-        facts = (memory.block_size, dtype, memory.prefix_caching, name, num_blocks)
+    for name, kv in replicas.items():
+        usage[model, name] = kv.usage
+        for group_id, group in enumerate(kv.groups):
+            pool, labels = group.pool, (model, name, str(group_id))
+            blocks[*labels, "used"], blocks[*labels, "free"] = pool.num_blocks - pool.num_free, pool.num_free
+            prefixes[labels] = pool.num_cached
+        facts = (kv.block_size, dtype, kv.caches_prefixes, name, kv.groups[0].pool.num_blocks)
         info[tuple(map(str, facts))] = 1
     text = "Share of KV blocks in use in the fullest group, 0 to 1."
     yield _gauge("vllm:kv_cache_usage_perc", text, usage, *_REPLICA)

@@ -13,10 +13,11 @@ from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, 
 from protos.service.logs import get_logger
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.adapter_control import AdapterControl
-from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals, memory_of, totals_of
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, Totals, totals_of
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
@@ -112,13 +113,10 @@ class Engine:
         """Returns the counters of the ready replicas by id."""
         return {name: totals_of(replica.scheduler) for name, replica in self.replicas.items()}
 
-    def memory(self) -> dict[str, ReplicaMemory]:
+    def caches(self) -> dict[str, KvCache]:
         """Returns the KV memory of the ready replicas by id, without pooling replicas."""
-        return {
-            name: memory_of(kv)
-            for name, replica in self.replicas.items()
-            if (kv := replica.scheduler.kv) is not None
-        }
+        found = ((name, replica.scheduler.kv) for name, replica in self.replicas.items())
+        return {name: kv for name, kv in found if kv is not None}
 
     # ---- requests ----
 

@@ -1,11 +1,10 @@
-"""The load and the counters of an engine, which clients balance by and `/metrics` shows."""
+"""The load and the counters of an engine, for clients' load balancing and `/metrics`."""
 
 import copy
 from dataclasses import dataclass, field
 from typing import Final
 
 from protos.triptych.v1.worker_pb2 import WorkerReport
-from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.stats import STEP_TOKENS, BucketStats, Distribution, SchedulerStats
@@ -17,11 +16,11 @@ class ReplicaLoad:
 
     replica_id: str
     num_running: int = 0
-    """Requests that have a slot."""
+    """Requests with a slot."""
     kv_usage: float = 0.0
     """Share of KV blocks in use in the fullest group, 0 to 1."""
     starting: str | None = None
-    """The last progress message of a replica that is not ready yet; None once it is ready."""
+    """Last progress message before the replica is ready; None afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,13 @@ class Load:
     num_waiting: int = 0
     """Requests without a slot, deferred ones included."""
     num_deferred: int = 0
-    """Requests that wait for a grammar or a shared prefix rather than for capacity."""
+    """Requests waiting for a grammar or a shared prefix rather than for capacity."""
     num_waiting_tokens: int = 0
-    """Tokens that requests without a slot have to prefill."""
+    """Tokens to prefill for requests without a slot."""
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot, over all replicas."""
+        """Requests with a slot, over all replicas."""
         return sum(replica.num_running for replica in self.replicas)
 
     @property
@@ -46,39 +45,6 @@ class Load:
         """The mean KV usage of the ready replicas."""
         ready = [replica.kv_usage for replica in self.replicas if replica.starting is None]
         return sum(ready) / max(1, len(ready))
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """The blocks of one KV group of a replica."""
-
-    num_used: int
-    num_free: int
-    num_cached: int
-    """Prefixes that a request can hit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMemory:
-    """The KV memory of one replica."""
-
-    usage: float
-    """Share of blocks in use in the fullest group, 0 to 1."""
-    groups: tuple[GroupMemory, ...]
-    """Figures by group id."""
-    block_size: int
-    """Tokens of a block in a paged group."""
-    prefix_caching: bool
-    """Whether prefixes are reused."""
-
-
-def memory_of(kv: KvCache) -> ReplicaMemory:
-    """Returns the figures of a replica's KV memory."""
-    pools = [group.pool for group in kv.groups]
-    groups = tuple(
-        GroupMemory(pool.num_blocks - pool.num_free, pool.num_free, pool.num_cached) for pool in pools
-    )
-    return ReplicaMemory(kv.usage, groups, kv.block_size, kv.caches_prefixes)
 
 
 PREEMPTION_REASONS: Final = ("memory", "priority", "share", "fault")
@@ -91,11 +57,11 @@ class Totals:
     counts: dict[tuple[str, ...], float] = field(default_factory=dict)
     """Counters by metric name followed by the values of the metric's own labels."""
     distributions: dict[tuple[str, ...], Distribution] = field(default_factory=dict)
-    """Histograms in the same way."""
+    """Histograms, keyed likewise."""
     longest_stall_s: float = 0.0
-    """The longest time that decoding requests waited for prefill steps."""
+    """Longest wait of decoding requests for prefill steps."""
     report: WorkerReport = field(default_factory=WorkerReport)
-    """The last report of the replica's worker, which no sum has."""
+    """Last report of the replica's worker; sums contain none."""
 
     def add(self, other: "Totals") -> None:
         """Adds the figures of `other`."""

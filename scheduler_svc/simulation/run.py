@@ -198,8 +198,9 @@ class Simulation:
         The free end of a sequence's last block is not counted: nothing else could use it.
         """
         self._look_s = self.now + self._look_every_s
-        for memory in self.engine.memory().values():
-            self._allocated += sum(group.num_used for group in memory.groups) * memory.block_size
+        for kv in self.engine.caches().values():
+            used = sum(group.pool.num_blocks - group.pool.num_free for group in kv.groups)
+            self._allocated += used * kv.block_size
         for request in self.engine.live():
             for table in request.kv.tables:
                 begun = -(-request.kv.num_computed // self._block_size)

@@ -34,7 +34,7 @@ class Stack(NamedTuple):
 
     def num_free(self) -> list[int]:
         """Free blocks of each pool."""
-        return [group.num_free for one in self.scheduler.engine.memory().values() for group in one.groups]
+        return [group.pool.num_free for kv in self.scheduler.engine.caches().values() for group in kv.groups]
 
 
 @pytest.fixture

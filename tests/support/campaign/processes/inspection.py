@@ -79,7 +79,9 @@ def _watch_scheduler() -> Callable[[], dict[str, Any]]:
             "integrity": fault,
             "live": len(engine._live._by_id),
             "blocks": sum(
-                group.num_used for memory in engine.memory().values() for group in memory.groups
+                group.pool.num_blocks - group.pool.num_free
+                for kv in engine.caches().values()
+                for group in kv.groups
             ),
         }  # fmt: skip
 
