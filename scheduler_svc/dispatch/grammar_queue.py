@@ -1,10 +1,10 @@
-"""Requests that wait for a grammar, and the replicas that have compiled each grammar.
+"""Requests waiting for a grammar, and the replicas holding each compiled grammar.
 
-Grammars are compiled for the next requests in line, because a worker that compiles for all who wait has
-evicted the first grammars when their requests get a slot. A grammar *opens* when replicas are asked for it,
-all at once, and starts when one of its requests gets a slot; only so many are open between the two. A
-waiting request continues as soon as one replica has the grammar, and runs only on replicas that have it. The
-queue does no I/O: it asks replicas through callbacks, and the engine reports their answers with
+Grammars are compiled only for the next requests in line. A worker compiling for every waiting request would
+evict the first grammars before their requests get a slot. A grammar *opens* with the requests to all replicas
+to compile it, and starts when one of its requests gets a slot; the number in between is limited. A waiting
+request continues once one replica holds the grammar, and runs only on replicas that do. The queue does no
+I/O: it calls replicas through callbacks, and the engine reports their answers with
 :meth:`GrammarQueue.compiled` and :meth:`GrammarQueue.refused`.
 """
 
@@ -23,9 +23,9 @@ CompileRequest = Callable[[Grammar], None]
 """Starts or cancels compiling a grammar on one replica; returns at once."""
 
 MAX_OPEN: Final = 16
-"""Open grammars. They keep a replica's compiler threads busy, and its cache holds them until they start."""
+"""Most open grammars: enough to keep a replica's compiler threads busy, few enough for its cache."""
 MAX_OPEN_PER_TENANT: Final = 8
-"""Open grammars of one tenant, so that those of another need not wait until one of them starts."""
+"""Most open grammars of one tenant, so that other tenants need not wait for one to start."""
 
 
 @dataclass(slots=True)
@@ -34,17 +34,16 @@ class _Entry:
 
     tenant: str
     priority: int
-    """Those of the first request that used the grammar."""
+    """Tenant and priority of the grammar's first request."""
     users: dict[str, Request] = field(default_factory=dict)
-    """Live requests that use the grammar, by id."""
+    """Live requests with the grammar, by id."""
     waiting: dict[str, Request] = field(default_factory=dict)
-    """Requests that wait for the first replica to compile the grammar, by id; empty once a replica has it."""
+    """Requests waiting for the first replica to compile the grammar, by id; empty afterwards."""
     asked: set[str] = field(default_factory=set)
-    """Replicas that compile the grammar."""
+    """Replicas compiling the grammar."""
     ready: set[str] = field(default_factory=set)
-    """Replicas that have compiled the grammar."""
+    """Replicas holding the compiled grammar."""
     opened: bool = False
-    """Whether replicas were asked for the grammar."""
 
     @property
     def is_wanted(self) -> bool:
@@ -53,16 +52,16 @@ class _Entry:
 
 
 class GrammarQueue:
-    """Requests that wait for a grammar, by grammar."""
+    """Requests waiting for a grammar, by grammar."""
 
     def __init__(self, tenants: Tenants) -> None:
         """Starts without requests and replicas; `tenants` counts the requests while they wait."""
         self._tenants = tenants
         self._entries: dict[Grammar, _Entry] = {}
         self._replicas: dict[str, tuple[CompileRequest, CompileRequest]] = {}
-        # Grammars that were opened and have not started.
+        # Grammars opened and not started.
         self._open: dict[Grammar, _Entry] = {}
-        # By tenant, a heap of those to open, by the rank of the request that came first.
+        # By tenant, a heap of grammars to open, by the rank of their first request.
         self._line: dict[str, list[tuple[tuple[float, int], int, Grammar, _Entry]]] = {}
         self._numbers = itertools.count()
         self._num_waiting = 0
@@ -75,20 +74,20 @@ class GrammarQueue:
         return (request for entry in self._entries.values() for request in entry.waiting.values())
 
     def waiting_users(self, grammar: Grammar) -> list[Request]:
-        """Returns the live requests of a grammar that no replica has."""
+        """Returns the live requests of a grammar that are on no replica."""
         waits = (RequestState.WAITING, RequestState.WAITING_FOR_FSM)
         entry = self._entries.get(grammar)
         return [one for one in entry.users.values() if one.state in waits] if entry is not None else []
 
     def add_user(self, request: Request) -> None:
-        """Adds a new live request to the users of its grammar, if it has one."""
+        """Adds a new live request to the users of its grammar, if any."""
         grammar = request.sampling.grammar
         if grammar is not None:
             entry = self._entries.setdefault(grammar, _Entry(request.tenant, request.priority))
             entry.users[request.request_id] = request
 
     def remove_user(self, request: Request) -> None:
-        """Ends the use of a grammar by a request that ended; cancels its compilation after the last user."""
+        """Ends the use of a grammar by a finished request; after the last user, cancels its compilation."""
         grammar = request.sampling.grammar
         entry = self._entries.get(grammar) if grammar is not None else None
         if grammar is None or entry is None:
@@ -101,7 +100,7 @@ class GrammarQueue:
             self._close(grammar)
 
     def may_run(self, request: Request, replica_id: str) -> bool:
-        """Returns whether the replica has the request's grammar, or the request has none."""
+        """Returns whether the replica holds the request's grammar; True without a grammar."""
         grammar = request.sampling.grammar
         return grammar is None or replica_id in self._entries[grammar].ready
 
@@ -117,7 +116,7 @@ class GrammarQueue:
         """Enqueues a live request until its grammar is compiled.
 
         Returns:
-            False if the request has no grammar or some replica has compiled it: the request need not wait.
+            False if the request need not wait: without a grammar, or if a replica has compiled it.
         """
         grammar = request.sampling.grammar
         if grammar is None:
@@ -138,7 +137,7 @@ class GrammarQueue:
         return True
 
     def remove(self, request: Request) -> bool:
-        """Removes a request; returns False if it does not wait here."""
+        """Removes a request; returns whether it waited here."""
         grammar = request.sampling.grammar
         entry = self._entries.get(grammar) if grammar is not None else None
         if entry is None or entry.waiting.pop(request.request_id, None) is None:
@@ -148,12 +147,12 @@ class GrammarQueue:
         return True
 
     def started(self, request: Request) -> None:
-        """Notes that a request got a slot: its replica keeps the grammar from now on."""
+        """Records a request's new slot: its replica keeps the grammar from now on."""
         if request.sampling.grammar is not None:
             self._close(request.sampling.grammar)
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
-        """Records that a replica has a grammar; removes and returns the requests that waited for it."""
+        """Records a grammar compiled by a replica; removes and returns the requests waiting for it."""
         entry = self._entries.get(grammar)
         if entry is None or replica_id not in self._replicas:
             return []
@@ -162,11 +161,9 @@ class GrammarQueue:
         return self._release(entry)
 
     def refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> list[Request]:
-        """Records that a replica cannot compile a grammar.
+        """Records a failed compilation; removes and returns the requests failing with it.
 
-        Removes and returns the requests that fail with it.
-
-        An invalid grammar is invalid on every replica. Any other error may be local: if another replica still
+        An invalid grammar is invalid on every replica. Any other error may be local: while another replica
         compiles the grammar, its requests keep waiting.
         """
         entry = self._entries.get(grammar)
@@ -176,10 +173,7 @@ class GrammarQueue:
         return [] if entry.asked and not isinstance(error, InvalidArgument) else self._release(entry)
 
     def evicted(self, request: Request) -> set[Grammar]:
-        """Records that the request's replica no longer has its grammar.
-
-        Returns the grammar if no replica has it.
-        """
+        """Records the loss of a request's grammar by its replica; returns it if no other replica holds it."""
         grammar, replica_id = request.sampling.grammar, request.replica_id
         assert grammar is not None
         entry = self._entries[grammar]
@@ -188,7 +182,7 @@ class GrammarQueue:
         return set() if entry.ready else {grammar}
 
     def attach(self, replica_id: str, ask: CompileRequest, withdraw: CompileRequest) -> None:
-        """Adds a replica and asks it for the open grammars, and for others that requests wait with."""
+        """Adds a replica and asks it for every opened grammar with requests on no replica."""
         self._replicas[replica_id] = ask, withdraw
         for grammar, entry in list(self._entries.items()):
             if entry.opened and entry.is_wanted:
@@ -196,10 +190,10 @@ class GrammarQueue:
         self._open_next()
 
     def detach(self, replica_id: str) -> set[Grammar]:
-        """Removes a replica and returns the grammars that no replica has now.
+        """Removes a replica and returns the grammars held by no other.
 
-        The other replicas are asked again for every wanted grammar that the lost one had or was compiling.
-        This includes replicas that refused before, because some request may fit nowhere else.
+        The other replicas are asked again for every wanted grammar held or being compiled by the lost
+        replica, including replicas that refused before, because some request may fit nowhere else.
         """
         self._replicas.pop(replica_id, None)
         orphaned = set()
@@ -223,7 +217,7 @@ class GrammarQueue:
                 ask(grammar)
 
     def _open_next(self) -> None:
-        """Opens grammars while some may be: those of the most urgent requests, then by tenants' shares."""
+        """Opens grammars up to the limits: by urgency of their requests, then by tenants' shares."""
         while self._replicas and (
             able := [one for one in map(self._first, list(self._line)) if one is not None]
         ):
@@ -233,7 +227,7 @@ class GrammarQueue:
             self._ask_all(grammar, entry)
 
     def _first(self, tenant: str) -> tuple[Grammar, _Entry] | None:
-        """Returns a tenant's next grammar, if it may open: less urgent ones are not in its way."""
+        """Returns a tenant's next grammar if the limits allow it; less urgent grammars do not count."""
         line = self._line[tenant]
         while line and (line[0][3].opened or not line[0][3].waiting):
             heapq.heappop(line)

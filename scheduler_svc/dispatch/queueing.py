@@ -1,4 +1,4 @@
-"""All live requests of an engine, the queues of those that no replica has, and the limits on them."""
+"""Live requests of an engine, the queues of those on no replica, and the queues' limits."""
 
 import itertools
 from collections import Counter
@@ -15,28 +15,26 @@ from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
-"""Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
-over."""
+"""Most sequences of one request per slot of the deployment."""
 
 RESUMED_FACTOR = 4
-"""Resumed requests may fill the queue to this many times its bounds, and one more request for each slot."""
-
+"""Resumed requests may fill the queue to this multiple of its limits, plus a request per slot."""
 
 MOST_PASSED = 512
-"""Waiting requests of other lengths that a pooling batch passes over, at most, before it runs unfilled."""
+"""Most waiting requests of other lengths passed over to fill a pooling batch."""
 
 
 class LiveRequests:
-    """Registry of every request that has not ended.
+    """Registry of unfinished requests.
 
-    A request with several sequences is one :class:`Request` per sequence; the client's id finds all of them.
+    A client request with several sequences is a :class:`Request` each; its id finds all of them.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}
         self._groups: dict[str, SequenceGroup] = {}
         self.failed: list[SequenceGroup] = []
-        """Groups in which a sequence failed. Their other sequences are aborted before the next decision."""
+        """Groups with a failed sequence. Their other sequences are aborted before the next decision."""
 
     def __len__(self) -> int:
         """The number of live sequences."""
@@ -47,7 +45,7 @@ class LiveRequests:
         return iter(self._by_id.values())
 
     def in_use(self, request_id: str, sequence_ids: Collection[str]) -> bool:
-        """Returns whether a live request has this id or one of these sequence ids."""
+        """Returns whether a live request uses this id or one of these sequence ids."""
         return request_id in self._groups or not self._by_id.keys().isdisjoint(sequence_ids)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -58,14 +56,14 @@ class LiveRequests:
                 self._groups[request.group.request_id] = request.group
 
     def sequences_of(self, request_id: str) -> list[Request]:
-        """Returns the live sequences of the request that the client calls `request_id`."""
+        """Returns the live sequences of a client request."""
         if request_id in self._groups:
             return list(self._groups[request_id].members)
         request = self._by_id.get(request_id)
         return [] if request is None or request.group is not None else [request]
 
     def remove(self, request: Request) -> None:
-        """Removes a sequence that has ended."""
+        """Removes a finished sequence."""
         self._by_id.pop(request.request_id, None)
         group = request.group
         if group is not None:
@@ -75,23 +73,23 @@ class LiveRequests:
                 self.failed.append(group)
 
     def take_failed(self) -> list[Request]:
-        """Returns the live sequences of groups that have failed since the last call."""
+        """Returns the live sequences of groups failed since the last call."""
         failed, self.failed = self.failed, []
         return [request for group in failed for request in group.members]
 
 
 class WaitingQueue:
-    """The queue that all replicas share; its order decides which request is next.
+    """The queue shared by all replicas, sorted by its order.
 
-    A request that returns after a preemption or a lost worker keeps its arrival and so its place.
-    A skipped request stays in the queue, but :meth:`peek` passes over it until it is brought back.
+    A request requeued after a preemption or a lost worker keeps its arrival and so its place. A skipped
+    request stays in the queue, but :meth:`peek` passes over it until it is brought back.
     """
 
     def __init__(self, order: PriorityFairOrder) -> None:
         """Starts empty; `order` belongs to this queue alone."""
         self._order = order
         self.tenants = order.tenants
-        """Counts the members, and what waits for a place here, such as for a grammar."""
+        """Counts the members, and requests waiting elsewhere, such as for a grammar."""
         self._members: dict[str, Request] = {}
         self._skipped: dict[Hashable, ArrivalQueue] = {}  # by group
         self._group: dict[str, Hashable] = {}  # the group of each skipped request
@@ -107,20 +105,17 @@ class WaitingQueue:
         return iter(self._members.values())
 
     def add(self, request: Request) -> None:
-        """Adds a request that is not in the queue."""
+        """Adds a new member."""
         self._members[request.request_id] = request
         self.tenants.add(request)
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
-        """Returns the next request without removing it.
-
-        `now` is in seconds on the clock of `Request.arrival_s`.
-        """
+        """Returns the next request without removing it, at a clock reading of the same clock as arrivals."""
         return self._order.head(now)
 
     def remove(self, request: Request) -> bool:
-        """Removes a request, skipped or not; returns False if it is not in the queue."""
+        """Removes a request, skipped or not; returns whether it was a member."""
         if request not in self:
             return False
         self.unskip(request)
@@ -130,9 +125,9 @@ class WaitingQueue:
         return True
 
     def take(self, now: float, joins: Callable[[Request], bool | None]) -> None:
-        """Removes the requests that `joins` accepts, in order; it returns None to end the search.
+        """Removes the requests accepted by `joins`, in order, until it returns None.
 
-        The others keep their places. Ends after :data:`MOST_PASSED` of them, however many wait.
+        The others keep their places. The search ends after :data:`MOST_PASSED` of them.
         """
         passed: list[Request] = []
         while (request := self.peek(now)) is not None and (accepted := joins(request)) is not None:
@@ -174,16 +169,16 @@ class WaitingQueue:
 
 
 class Queues:
-    """Every request that no replica has: it waits for a grammar, then for a slot."""
+    """Every request on no replica: it waits for a grammar, then for a slot."""
 
     def __init__(self, order: PriorityFairOrder, clock: Callable[[], float]) -> None:
         """Starts empty; `order` belongs to the waiting queue alone, and `clock` gives monotonic seconds."""
         self.waiting = WaitingQueue(order)
-        """Requests that wait for a slot, or for a replica to load their LoRA adapter."""
+        """Requests waiting for a slot or their LoRA adapter."""
         self.grammars = GrammarQueue(self.waiting.tenants)
-        """Requests that wait for their grammar."""
+        """Requests waiting for their grammar."""
         self._clock = clock
-        # Requests that wait on a replica for a prefix, by id.
+        # Requests waiting on a replica for a prefix, by id.
         self._deferred: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -194,12 +189,12 @@ class Queues:
         return itertools.chain(self.waiting, self.grammars)
 
     def remove_user(self, request: Request) -> None:
-        """Ends the use of its grammar by a request that ended."""
+        """Ends the use of a grammar by a finished request."""
         self.undefer(request)
         self.grammars.remove_user(request)
 
     def add(self, request: Request) -> None:
-        """Adds a live request to the queue where it belongs."""
+        """Adds a live request to the queue for its grammar, or else for a slot."""
         self.undefer(request)
         if not self.grammars.hold(request):
             self.wait(request)
@@ -207,7 +202,7 @@ class Queues:
             request.trace.waits("grammar", self._clock())
 
     def wait(self, *requests: Request) -> None:
-        """Adds requests that have their grammars."""
+        """Adds requests with compiled grammars, or none."""
         for request in requests:
             request.state, request.waits_since_s = RequestState.WAITING, self._clock()
             self.waiting.add(request)
@@ -215,45 +210,40 @@ class Queues:
                 request.trace.waits("queue", self._clock())
 
     def settled(self, request: Request) -> None:
-        """Removes a request that a replica took; one that waits there for a prefix still counts here."""
+        """Removes a request settled on a replica; while it waits there for a prefix, it still counts here."""
         self.waiting.remove(request)
         if request.state is RequestState.DEFERRED:
             self._deferred[request.request_id] = request
             self.waiting.tenants.add(request)
 
     def undefer(self, request: Request) -> None:
-        """Notes that a request waits on no replica any more."""
+        """Stops counting a request deferred on a replica."""
         if self._deferred.pop(request.request_id, None) is not None:
             self.waiting.tenants.remove(request)
 
     def remove(self, request: Request) -> bool:
-        """Removes a request; returns False if it is in no queue."""
+        """Removes a request; returns whether it was in a queue."""
         return self.waiting.remove(request) or self.grammars.remove(request)
 
 
 class Capacity:
-    """Decides whether the queue takes a submission.
+    """Decides whether the queue accepts a submission.
 
-    The limits that depend on replicas keep their last values while no replica is ready.
+    Limits derived from replicas keep their last values while no replica is ready.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
-        """Starts without replicas.
-
-        Args:
-            max_waiting: requests that may wait at once.
-            max_waiting_tokens: prompt tokens that may wait at once.
-        """
+        """Starts without replicas, with limits of waiting requests and of their prompt tokens."""
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._num_slots = 0
         self.rejections: Counter[str] = Counter()
-        """Requests that the queue refused, by the limit that they would have exceeded."""
+        """Requests refused by the queue, by exceeded limit."""
         self.max_request_tokens = 0
-        """Longest sequence that fits into the KV memory of some replica."""
+        """Longest sequence that fits the KV memory of some replica."""
 
     def measure(self, replicas: Iterable[ReplicaScheduler | PoolScheduler], model_len: int) -> None:
-        """Recomputes the limits that depend on the ready replicas, given the model's longest sequence."""
+        """Recomputes the limits derived from the ready replicas and the model's longest sequence."""
         generating = [one for one in replicas if isinstance(one, ReplicaScheduler)]
         self._num_slots = sum(one.shapes.max_num_seqs for one in generating)
         self.max_request_tokens = max((one.kv.max_tokens(model_len) for one in generating), default=0)
@@ -261,13 +251,13 @@ class Capacity:
     def check(self, submissions: Sequence[Submission], tenants: Tenants) -> None:
         """Refuses the submissions of a call if they do not fit into the queue, now or ever.
 
-        An empty queue takes a call of any size, because no later time would be better for it. The queue takes
-        several times as many requests that an earlier scheduler accepted: clients wait for the rest of
-        their answers, and the requests that ran there are more than those that may wait here. It cannot be
-        proved that they were accepted, so there is a limit.
+        An empty queue accepts a call of any size, because no later time would be better for it. The limits
+        are several times higher for requests accepted by an earlier scheduler: their clients wait for the
+        rest of the answers, and the requests running there outnumber the places here. A limit remains,
+        because the earlier acceptance is unproven.
 
         Raises:
-            InvalidArgument: a request has too many sequences for this deployment.
+            InvalidArgument: too many sequences in a request for this deployment.
             Overloaded: the queue is full.
         """
         max_waiting, max_tokens = self._max_waiting, self._max_waiting_tokens
@@ -290,7 +280,6 @@ class Capacity:
             )
 
     def _check_count(self, count: int, num_prompt: int) -> None:
-        """Refuses more sequences of one prompt than may ever wait."""
         limit = min(MAX_SEQUENCES, self._max_waiting, SEQUENCES_PER_SLOT * self._num_slots)
         if count > limit:
             raise InvalidArgument(
