@@ -13,18 +13,13 @@ _SCALE = float(os.environ.get("TRIPTYCH_PROPERTY_SCALE", "0.25"))
 
 def machine(*, max_examples: int, stateful_step_count: int) -> settings:
     """Returns settings for a state machine; the scale multiplies the number of examples."""
-    return settings(
-        max_examples=_scaled(max_examples),
-        stateful_step_count=stateful_step_count,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    return settings(scaled(max_examples), stateful_step_count=stateful_step_count)
 
 
 def scaled(max_examples: int) -> settings:
     """Returns settings for a property whose examples take long."""
-    return settings(max_examples=_scaled(max_examples), deadline=None)
-
-
-def _scaled(max_examples: int) -> int:
-    return max(1, round(max_examples * _SCALE))
+    return settings(
+        max_examples=max(1, round(max_examples * _SCALE)),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )

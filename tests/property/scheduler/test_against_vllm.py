@@ -30,14 +30,17 @@ from typing import Protocol
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from scheduler_svc.kv.cache import CacheOptions
 from scheduler_svc.shapes.shape_config import ShapeConfig
+from tests.support.property_settings import scaled
 from tests.support.scheduler import vllm_peer
 from tests.support.scheduler.kv_cache_driver import KvCacheDriver
 
 pytestmark = pytest.mark.property
+
+SLOW = pytest.mark.slow
 
 BLOCK = 8
 MAX_LEN = 160
@@ -153,7 +156,7 @@ def first_difference(hits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 # Each example builds new vLLM objects.
-examples = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+examples = scaled(100)
 WINDOWS = st.sampled_from((2, 5, BLOCK, 9, 12, 24, 33))
 # Windows that free a block exactly when the next one is needed.
 EVEN_WINDOWS = st.sampled_from((BLOCK + 1, 2 * BLOCK + 1, 4 * BLOCK + 1))
@@ -165,24 +168,11 @@ def _vllm() -> None:
 
 
 @examples
-@given(turns=TURNS)
-def test_full_attention_finds_what_vllm_finds(turns: list[Turn]) -> None:
-    """One group and room for everything: each hit is equal."""
-    assert all(ours == theirs for ours, theirs in compare(turns, FULL))
-
-
-@examples
-@given(turns=TURNS, window=WINDOWS)
-def test_windows_find_what_vllm_finds(turns: list[Turn], window: int) -> None:
-    """Sliding windows only and room for everything: each hit is equal."""
-    assert all(ours == theirs for ours, theirs in compare(turns, (window,)))
-
-
-@examples
-@given(turns=TURNS, windows=st.lists(WINDOWS, min_size=1, max_size=2, unique=True))
-def test_hybrids_find_what_vllm_finds(turns: list[Turn], windows: list[int]) -> None:
-    """Full attention beside sliding windows and room for everything: each hit is equal."""
-    assert all(ours == theirs for ours, theirs in compare(turns, (None, *windows)))
+@given(turns=TURNS, full=st.booleans(), windows=st.lists(WINDOWS, max_size=2, unique=True))
+def test_hits_are_those_of_vllm(turns: list[Turn], full: bool, windows: list[int]) -> None:
+    """Full attention, sliding windows, or both, and room for everything: each hit is equal."""
+    groups = (*FULL, *windows) if full or not windows else windows[:1]
+    assert all(ours == theirs for ours, theirs in compare(turns, groups))
 
 
 @examples
@@ -192,8 +182,14 @@ def test_one_group_evicts_what_vllm_evicts(turns: list[Turn], window: int | None
     assert all(ours == theirs for ours, theirs in compare(turns, (window,), blocks=LIVE_BLOCKS + spare))
 
 
-@pytest.mark.parametrize("spare", [2, 40])
-@pytest.mark.parametrize("window", [None, 9, 33])
+@pytest.mark.parametrize(
+    ("window", "spare"),
+    [
+        (None, 2),
+        (9, 40),
+        *(pytest.param(*each, marks=SLOW) for each in ((None, 40), (9, 2), (33, 2), (33, 40))),
+    ],
+)
 def test_one_group_evicts_what_vllm_evicts_for_long(window: int | None, spare: int) -> None:
     """The same over hundreds of requests and thousands of evictions."""
     hits = compare(random_turns(spare, 400), (window,), blocks=LIVE_BLOCKS + spare)
@@ -209,7 +205,9 @@ def test_hybrids_evict_no_more_than_vllm(turns: list[Turn], window: int, spare: 
     assert ours >= theirs
 
 
-@pytest.mark.parametrize("windows", [(None, 9), (None, 33), (None, 12, 33)])
+@pytest.mark.parametrize(
+    "windows", [(None, 9), *(pytest.param(each, marks=SLOW) for each in ((None, 33), (None, 12, 33)))]
+)
 def test_hybrids_evict_no_more_than_vllm_for_long(windows: tuple[int | None, ...]) -> None:
     """The same over hundreds of requests and thousands of evictions, and in sum."""
     hits = compare(random_turns(1, 400), windows, blocks=len(windows) * LIVE_BLOCKS + 20)
@@ -259,8 +257,10 @@ def test_chunks_smaller_than_blocks_evict_no_more(
     assert ours >= theirs
 
 
-@pytest.mark.parametrize("chunk", [2, 4])
-@pytest.mark.parametrize("window", [None, 9, 33])
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [(None, 2), (9, 4), *(pytest.param(*each, marks=SLOW) for each in ((None, 4), (9, 2), (33, 2), (33, 4)))],
+)
 def test_chunks_smaller_than_blocks_find_more_for_long(window: int | None, chunk: int) -> None:
     """Hundreds of requests in a small pool: keeping partial blocks never costs more than it gains."""
     hits = compare(random_turns(1, 400), (window,), chunk=chunk, blocks=LIVE_BLOCKS + 20)
