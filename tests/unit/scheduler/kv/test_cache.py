@@ -90,6 +90,52 @@ def test_cheap_windows_are_evicted_first() -> None:
     assert kv.prefixes.peek(make_sequence(range(40, 70))) == 20
 
 
+def test_groups_shorten_a_hit_until_all_agree() -> None:
+    """Windows kept at 4 and 12, and at 4 and 8: only 4 tokens are in both groups."""
+    kv = make_cache(IN_PLACE, IN_PLACE)
+    request = prefill(kv, range(20, 33))
+    keys, _ = kv.prefixes.lookup_keys(request)
+    for group, end in zip(kv.groups, (2, 3), strict=True):
+        block = group.pool.lookup(keys[end - 1])
+        assert block is not None
+        group.pool.touch([block])
+        group.pool._forget(block)
+        group.pool.free([block])
+    assert kv.prefixes.peek(request) == 4
+
+
+def test_a_window_is_found_only_after_its_copy_was_run() -> None:
+    """It is not found before the copy, after a failed step, or after a reset in between."""
+    for done, reset, found in ((True, False, 4), (False, False, 0), (True, True, 0)):
+        kv = make_cache(IN_PLACE)
+        request = make_sequence(range(20, 26))
+        assert kv.admit(request)
+        assert kv.grow(request, 4) is not None
+        kv.prefixes.index_chunk(request, 0, 4)
+        assert kv.prefixes.peek(request) == 0
+        copies = kv.copies.take()
+        if reset:
+            kv.prefixes.reset()
+        kv.settle_copies(copies, done=done)
+        assert kv.prefixes.peek(request) == found
+        kv.release(request)
+        assert kv.usage == 0
+
+
+def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
+    """The origin's own copy stays queued, because the fork copies on from it."""
+    kv = make_cache(FULL, chunk=2, block_size=8)
+    kv.release(prefill(kv, range(20, 28), chunk=2))
+    origin, fork = make_sequence(range(20, 28)), make_sequence(range(20, 28))
+    assert kv.admit(origin)
+    assert kv.fork(origin, fork, origin.num_computed)
+    kv.release(origin)
+    copies = kv.copies.take()
+    first, second = copies
+    assert first.target is second.source
+    assert second.target is fork.tables[0].blocks[0]
+
+
 @pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])
 def test_a_hit_runs_the_chunks_of_a_miss(groups: tuple[KvGroup, ...]) -> None:
     """Chunks of 4 over blocks of 8: the rest of a prompt is cut where a miss would cut it."""
