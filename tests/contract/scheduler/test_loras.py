@@ -113,11 +113,13 @@ async def test_a_bad_adapter_is_refused_and_disturbs_no_other(
         await until(lambda: "bad" not in other.adapters.values())
 
 
+@pytest.mark.parametrize("settings", [Settings(served_model_name=("simulated", "alias"))], ids=[""])
 @pytest.mark.parametrize(
     ("name", "source", "text"),
     [
         ("", "x", "printable"), (" a", "x", "printable"), ("a\n", "x", "printable"), ("a" * 300, "x", "256"),
-        ("simulated", "x", "base model"), ("taken", "x", "load_inplace"), ("a", "", "path is empty"),
+        ("simulated", "x", "base model"), ("alias", "x", "base model"), ("taken", "x", "load_inplace"),
+        ("a", "", "path is empty"),
     ],
 )  # fmt: skip
 async def test_a_bad_name_is_refused(scheduler: RunningScheduler, name: str, source: str, text: str) -> None:

@@ -266,11 +266,11 @@ async def test_hostile_parameters_are_refused_quickly_and_by_name(scheduler: Run
         assert tokens == expected_tokens(PROMPT, 8)
 
 
-@pytest.mark.parametrize("n", [1, 4])
 async def test_every_sequence_counts_as_a_request_in_the_load(
-    scheduler: RunningScheduler, worker: FakeWorker, n: int
+    scheduler: RunningScheduler, worker: FakeWorker
 ) -> None:
     """A request for n sequences counts n times in the load."""
+    n = 4
     worker.gate.clear()
     calls = [await connect(scheduler, request_for(n, request_id=f"r{i}")) for i in range(6)]
     async with asyncio.timeout(5):

@@ -35,11 +35,8 @@ from tests.support.scheduler.simulated_device import (
     Moment,
     SimulatedDevice,
     StepFailedError,
+    never,
     next_token,
-    nothing_fails,
-    nothing_is_refused,
-    nothing_kills,
-    nothing_reports,
 )
 
 if TYPE_CHECKING:
@@ -279,13 +276,13 @@ class Rig:
     """Whether waiting requests may get a slot while results are outstanding."""
     sent: Callable[[], None] = lambda: None
     """Called when a plan was sent."""
-    kills: Callable[[Moment], bool] = nothing_kills
+    kills: Callable[[Moment], bool | None] = never
     """Whether the device dies instead of doing this; the next one starts at once."""
-    fails: Callable[[Moment], bool] = nothing_fails
+    fails: Callable[[Moment], bool | None] = never
     """Whether a step fails instead of doing this."""
-    refuses: Callable[[Moment], TriptychError | None] = nothing_is_refused
+    refuses: Callable[[Moment], TriptychError | None] = never
     """Why the device refuses this admission, if it does."""
-    reports: Callable[[str], bool] = nothing_reports
+    reports: Callable[[str], bool | None] = never
     """Whether a sequence asks for log-probabilities."""
     failers: list[str] = field(default_factory=list)
     """The sequences that made a step fail, in order."""
@@ -367,16 +364,6 @@ class Rig:
         sink = self.sinks.setdefault(submission.request_id, ListSink())
         self.engine.submit(submission, stream or sink)
         return sink
-
-    def submit_meanwhile(self, call: int, submission: Submission) -> None:
-        """Submits a request when :attr:`meanwhile` is called that many times from now."""
-        calls = itertools.count(1)
-
-        def meanwhile() -> None:
-            if next(calls) == call:
-                self.submit(submission)
-
-        self.meanwhile = meanwhile
 
     def step(self) -> list[StepPlan]:
         """Runs until nothing is in flight; returns the plans that were sent."""

@@ -18,7 +18,7 @@ from tests.support.scheduler.simulated_device import (
     Moment,
     SimulatedDevice,
     StepFailedError,
-    nothing_kills,
+    never,
 )
 
 FILES = {"tokenizer.json": b"{}" * 400_000, "tokenizer_config.json": b"{}", "empty.txt": b""}
@@ -31,7 +31,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     num_blocks: int = 65
     die_at_step: int | None = None
     """Ends the Execute stream instead of answering this step."""
-    kills: Callable[[Moment], bool] = nothing_kills
+    kills: Callable[[Moment], bool | None] = never
     """Whether the Execute stream ends instead of doing this."""
     hold_at_step: int | None = None
     """Closes the gate before this step, counted over all plans."""

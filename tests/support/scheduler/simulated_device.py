@@ -52,24 +52,8 @@ def reaches(kind: Kind, name: str, end: int = 0) -> Callable[[Moment], bool]:
     return lambda moment: moment.kind == kind and moment.request_id.startswith(name) and moment.end >= end
 
 
-def nothing_kills(_moment: Moment) -> bool:
-    """The device survives."""
-    return False
-
-
-def nothing_fails(_moment: Moment) -> bool:
-    """Every step works."""
-    return False
-
-
-def nothing_is_refused(_moment: Moment) -> TriptychError | None:
-    """Every admission is accepted."""
-    return None
-
-
-def nothing_reports(_request_id: str) -> bool:
-    """No request asks for log-probabilities."""
-    return False
+def never(_: object) -> None:
+    """Does no harm: nothing dies, fails, is refused or asks for log-probabilities."""
 
 
 def next_token(context: Sequence[int], sequence: int = 0, weights: str = "", vocab_size: int = 97) -> int:
@@ -115,13 +99,13 @@ class SimulatedDevice:
     jump: int = 0
     """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
     passes: int = 0
-    kills: Callable[[Moment], bool] = nothing_kills
+    kills: Callable[[Moment], bool | None] = never
     """Whether the device dies instead of doing this."""
-    fails: Callable[[Moment], bool] = nothing_fails
+    fails: Callable[[Moment], bool | None] = never
     """Whether the step fails instead of doing this."""
-    refuses: Callable[[Moment], TriptychError | None] = nothing_is_refused
+    refuses: Callable[[Moment], TriptychError | None] = never
     """Why an admission is refused, if it is; the slot is then skipped until its release."""
-    reports: Callable[[str], bool] = nothing_reports
+    reports: Callable[[str], bool | None] = never
     """Whether a request asks for log-probabilities: results of its steps come as outputs."""
     dead: set[int] = field(default_factory=set)
     """Slots whose admission was refused or whose step failed, until their release."""

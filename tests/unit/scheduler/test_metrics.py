@@ -13,7 +13,6 @@ from protos.triptych.v1 import worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
-from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
@@ -293,11 +292,3 @@ def test_replica_names_are_escaped() -> None:
     name = 'a"} 1\nevil{x="\\'
     rig.engine.replicas[name] = rig.engine.replicas.pop("replica-0")
     assert bench.scrape().value("vllm:num_requests_running", engine=name) == 0
-
-
-def test_bucket_bounds_are_inclusive() -> None:
-    """Values equal to a bound count as inside it, as in Prometheus' buckets."""
-    values = Distribution((1, 2))
-    for value in (0.5, 1, 1.5, 2, 2.5):
-        values.observe(value)
-    assert (values.counts, values.total) == ([2, 2, 1], 7.5)

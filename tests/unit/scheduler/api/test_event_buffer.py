@@ -16,16 +16,6 @@ def make_buffer(per_reader: int = 100_000, abort: Callable[[], None] = lambda: N
     return EventBuffer(UnreadLimits(per_reader=per_reader, total=10**6, flags=("--one", "--all")), abort)
 
 
-async def test_a_take_returns_everything_pushed_since_the_last_one() -> None:
-    """Events and plain tokens leave together and in order."""
-    buffer = make_buffer()
-    buffer.push_tokens(["a", "c"], [5, 8])
-    buffer.push(Event("b", (6,)))
-    assert await buffer.take() == [(["a", "c"], [5, 8]), Event("b", (6,))]
-    buffer.wake()
-    assert await buffer.take() == []
-
-
 async def test_tokens_in_columns_hold_a_client_back_too() -> None:
     """The bound counts tokens, not entries, and a take starts the count again."""
     buffer = make_buffer()

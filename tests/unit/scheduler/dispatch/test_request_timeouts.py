@@ -39,27 +39,6 @@ def timed_out(sink: ListSink) -> bool:
     return True
 
 
-def test_a_request_that_waits_too_long_in_the_queue_fails() -> None:
-    """The one that runs goes on, and so does one that came later."""
-    rig = one_slot()
-    limits = timeouts(rig, queue_s=10.0)
-    running = rig.submit(make_submission(request_id="running"))
-    rig.step()
-    early = rig.submit(make_submission(request_id="early"))
-    rig.now = 5.0
-    late = rig.submit(make_submission(request_id="late"))
-    rig.now = 10.0
-    limits.check()
-    assert not timed_out(early)
-    rig.now = 10.5
-    limits.check()
-    assert timed_out(early)
-    assert "10 s in the queue" in str(early.events[-1].error)
-    rig.run()
-    assert running.tokens == late.tokens == expected_tokens(_PROMPT, 8)
-    assert limits.num_failed == {Timeout.QUEUE: 1}
-
-
 def test_a_request_that_had_a_slot_is_out_of_the_queue_for_good() -> None:
     """It waits again after its worker is lost, and the bound on the queue does not hold for it."""
     rig = one_slot()
@@ -178,22 +157,6 @@ def test_a_request_whose_first_sequence_came_and_went_has_begun() -> None:
     limits.check()
     rig.run()
     assert [sink.tokens_of(one) for one in range(2)] == [expected_tokens(_PROMPT, 2, one) for one in range(2)]
-
-
-def test_all_sequences_of_a_request_fail_together() -> None:
-    """The client gets one error, and nothing is left in the queue."""
-    rig = one_slot()
-    limits = timeouts(rig, token_s=10.0)
-    sink = rig.submit(make_submission(n=3, max_tokens=8))
-    rig.step()
-    limits.check()
-    rig.now = 11.0
-    limits.check()
-    assert timed_out(sink)
-    assert [event.error for event in sink.events if event.error] == [sink.events[-1].error]
-    rig.run()
-    assert not rig.engine.live()
-    assert not rig.engine.num_waiting
 
 
 def test_a_resumed_request_with_a_finished_sequence_has_begun() -> None:

@@ -124,14 +124,14 @@ def test_in_steady_decode_the_batches_take_turns(stages: int) -> None:
         worker.send()
 
 
-@pytest.mark.parametrize(("stages", "busy"), [(2, 0.95), (4, 0.95)])
-def test_the_first_stage_is_busy_with_64_requests(stages: int, busy: float) -> None:
+def test_the_first_stage_is_busy_with_64_requests() -> None:
     """Every request gets its tokens, in steps of a stage's batch. One batch for all keeps one stage busy."""
+    stages = 4
     rig = pipeline(stages, slots=64)
     worker = worker_of(rig)
     submit(rig, *[60] * 64)
     worker.run(lambda: rig.scheduler.idle)
-    assert worker.busy / rig.now >= busy
+    assert worker.busy / rig.now >= 0.95
     for index in range(64):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([3 + index * 7 % 90], 60)
     assert max(len(plan.work.slots) for plan in worker.plans if isinstance(plan.work, Decode)) == 64 // stages
@@ -166,8 +166,7 @@ def test_the_chunks_of_a_prompt_fill_the_stages(num_decoding: int) -> None:
     assert rig.sinks[name].tokens == expected_tokens([3 + (num_decoding * 7 + i) % 90 for i in range(160)], 1)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("num_decoding", [1, 2, 8])
+@pytest.mark.parametrize(("stages", "num_decoding"), [(2, 1), (2, 4), (4, 2)])
 def test_a_long_prompt_stalls_decoding_requests_by_a_chunk_of_the_whole_model(
     stages: int, num_decoding: int
 ) -> None:
@@ -179,7 +178,7 @@ def test_a_long_prompt_stalls_decoding_requests_by_a_chunk_of_the_whole_model(
     )
     submit(rig, *[400] * num_decoding)
     settle(rig, worker, num_decoding)
-    submit(rig, 2, prompt_len=60 * CHUNK)
+    submit(rig, 2, prompt_len=30 * CHUNK)
     came: list[list[float]] = [[] for _ in range(num_decoding)]
     worker.send()
     while not rig.sinks[f"r{num_decoding}"].tokens:
@@ -191,7 +190,7 @@ def test_a_long_prompt_stalls_decoding_requests_by_a_chunk_of_the_whole_model(
     gaps = [later - earlier for times in came for earlier, later in itertools.pairwise(times)]
     # A step passes through all stages behind the plans in flight: one on each stage, and one that waits.
     assert max(gaps) <= 2 * (chunk_s + decode_s)
-    assert rig.scheduler.stats.prefills[CHUNK].steps >= 60
+    assert rig.scheduler.stats.prefills[CHUNK].steps >= 30
 
 
 def test_chunks_wait_for_one_another_where_a_window_slides_in_place() -> None:

@@ -62,24 +62,6 @@ def test_prefill_first_stalls_running_requests_for_the_whole_prompt() -> None:
     assert kinds[32] is Decode
 
 
-def test_steps_of_a_plan_count_between_chunks() -> None:
-    """A request that arrives during the twentieth step of a plan gets its chunk next."""
-    shapes = make_shapes(max_model_len=256, block_size=64, chunk=64)
-    rig = make_rig(shapes, lease_steps=32, decode_steps_per_chunk=4)
-    first = rig.submit(make_submission([5], request_id="a", max_tokens=100))
-    while not rig.scheduler._decoding:
-        rig.step()
-    received, rig.most_plans = len(first.tokens), 3
-    rig.submit_meanwhile(20, make_submission([6, 7, 8], request_id="b", max_tokens=4))
-    running, behind, chunk = rig.step()
-    assert isinstance(running.work, Decode)
-    assert isinstance(behind.work, Decode)
-    assert isinstance(chunk.work, Prefill)
-    assert [plan.interrupts for plan in (running, behind, chunk)] == [False, False, True]
-    # The step that runs is the last one, and the plan behind, which has not begun, runs one step.
-    assert len(first.tokens) - received == 20 + 1 + 1
-
-
 def test_when_nothing_decodes_chunks_follow_one_another() -> None:
     """The ratio applies only while both kinds of work exist."""
     rig = make_rig(make_shapes(max_model_len=64, chunk=4), decode_steps_per_chunk=4)

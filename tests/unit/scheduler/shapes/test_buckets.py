@@ -92,25 +92,6 @@ def test_work_counts_rows_and_padding() -> None:
     assert usage_of({}, (2, 4)).padding_share == 0
 
 
-@pytest.mark.parametrize(
-    ("counts", "max_batch", "graphs", "expected"),
-    [
-        ({}, 8, 4, (8,)),
-        ({3: 7}, 8, 1, (8,)),
-        ({3: 7}, 8, 2, (3, 8)),
-        ({3: 7}, 8, 9, (3, 8)),
-        ({8: 7}, 8, 3, (8,)),
-        ({1: 100, 2: 10, 5: 50, 6: 50}, 8, 3, (1, 6, 8)),
-        ({1: 100, 2: 10, 5: 50, 6: 50}, 6, 3, (1, 5, 6)),
-    ],
-)
-def test_the_best_buckets(
-    counts: dict[int, int], max_batch: int, graphs: int, expected: tuple[int, ...]
-) -> None:
-    """They are sizes that occur and the largest batch, with no more graphs than are useful."""
-    assert best_buckets(counts, max_batch=max_batch, graphs=graphs) == expected
-
-
 def test_a_plan_compares_current_and_best_buckets() -> None:
     """The gain is the saved share of the rows."""
     plan = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3)

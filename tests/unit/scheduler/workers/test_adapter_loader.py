@@ -111,18 +111,3 @@ async def test_a_call_that_a_worker_ends_may_be_retried(status: grpc.StatusCode)
     (answer,) = answers
     assert isinstance(answer, Unavailable)
     loader.close()
-
-
-async def test_a_rank_that_does_not_answer_takes_the_adapter_off_the_others() -> None:
-    """The load fails once its time is over, and no rank has the adapter."""
-    ranks = Rank(), FailingRank(grpc.StatusCode.DEADLINE_EXCEEDED)
-    answers: list[LoadedAdapter | TriptychError] = []
-    loader = AdapterLoader([cast("Any", rank) for rank in ranks], get_logger())
-    loader.load(Adapter(1, "a", "a"), 1, list, answers.append)
-    await settle()
-    await ranks[0].end("load 1")
-    await ranks[0].end("unload 1")
-    (answer,) = answers
-    assert isinstance(answer, Unavailable)
-    assert "did not load the adapter within" in answer.message
-    loader.close()
