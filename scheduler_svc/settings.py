@@ -104,19 +104,19 @@ class Settings(LinkSecuritySettings):
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     expect_model: str = Field("", validate_default=False)
-    """Name of the only model that workers may serve: a Hugging Face id, or the name of a folder. Default: the
-    first worker decides."""
+    """Name of the only model to serve: a Hugging Face id, or the name of a folder. Default: the first worker
+    decides."""
     served_model_name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode] = ()
-    """Names that requests may use for the model, for example llama llama-3.1-8b. Answers and metrics have the
-    first one. Default: the worker's model id or folder name."""
+    """Names of the model in requests, for example llama llama-3.1-8b. Answers and metrics use the first.
+    Default: the worker's model id or folder name."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence (prompt plus output), tokens. Default: the model's context."""
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
-    """Sequences that a replica runs at once. Default: the worker's."""
+    """Most running sequences of a replica. Default: the worker's."""
     max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens of the largest prefill chunk. Default: the worker's."""
     prefill_bucket_strategy: BucketStrategy = "exponential"
-    """How the compiled chunk sizes (prefill buckets) are chosen: exponential (exp), linear or manual."""
+    """Choice of the compiled chunk sizes (prefill buckets): exponential (exp), linear or manual."""
     prefill_bucket_min: int = Field(SMALLEST_CHUNK, ge=1)
     """Smallest prefill bucket, tokens."""
     prefill_bucket_step: int = Field(2, ge=1)
@@ -126,12 +126,12 @@ class Settings(LinkSecuritySettings):
     prefill_buckets: Annotated[tuple[int, ...], NoDecode] = ()
     """Manual prefill buckets, for example 64,256,512, whatever the strategy. The largest is the chunk."""
     block_size: int | None = Field(None, ge=1)
-    """Tokens of one KV block. Must divide the prefill chunk or be a multiple of it. Default: the worker's."""
+    """Tokens of a KV block. Must divide the prefill chunk or be a multiple of it. Default: the worker's."""
     num_blocks: int | None = Field(None, ge=2)
     """KV blocks per group and replica, the null block included. Default: as many as the worker's memory
     allows."""
     enable_prefix_caching: bool = Field(True)
-    """Reuse the KV cache of prompt prefixes that were computed before."""
+    """Reuse the KV cache of prompt prefixes computed before."""
     sub_block_cache: bool = Field(True)
     """Let a prefix hit end inside a block and copy the start of that block. Otherwise hits end at blocks."""
     cache_generated_tokens: bool = Field(True)
@@ -140,23 +140,23 @@ class Settings(LinkSecuritySettings):
     """In-place sliding windows to cache: those at all chunk boundaries, the most valuable longest
     (junctions), or only those at the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
-    """Cached sliding windows that a worker allocates per slot, besides those in use."""
+    """Cached sliding windows per slot of a worker, in addition to those in use."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
     """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all
     prefill first, which stalls decoding."""
     ttft_target_ms: float = Field(0.0, ge=0)
-    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is
-    prefilled at once; one that has missed it takes turns. 0 for none."""
+    """Aim for the time from a request's arrival to its first token: a prompt about to miss it is prefilled at
+    once; a prompt too late for it takes turns. 0 for none."""
     itl_target_ms: float = Field(0.0, ge=0)
     """Aim for the time between two tokens of a request: prefill chunks are as large as fit, and follow one
     another as long as they fit. 0 for none."""
     lease_steps: int = Field(8, ge=1, le=1000)
-    """Decode steps that a worker may run in a row on its own while there is no other work."""
+    """Most consecutive decode steps of a worker on its own, without other work."""
     event_interval_ms: float = Field(0.0, ge=0)
-    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each
-    step's at once."""
+    """Time for a worker to collect the tokens of such steps before sending them; 0 sends each step's at
+    once."""
     decode_bucket_strategy: BucketStrategy = "exponential"
-    """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
+    """Choice of the compiled decode batch sizes (buckets): exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)
     """Smallest bucket."""
     decode_bucket_step: int = Field(2, ge=1)
@@ -177,47 +177,46 @@ class Settings(LinkSecuritySettings):
     """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by
     arrival alone."""
     ageing_s: float = Field(30.0, ge=0)
-    """Seconds of waiting that make up for one level of priority below the most urgent waiting request; 0 for
-    never."""
+    """Seconds of waiting worth a level of priority below the most urgent waiting request; 0 for never."""
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)
     """Weights of tenants, for example paid=4,trial=0.5. All other tenants have weight 1."""
     max_waiting_requests: int = Field(1024, ge=1)
-    """Requests that may wait for a slot. Further requests are refused with RESOURCE_EXHAUSTED. Beyond half of
-    them, a tenant has its share among those that wait, and of a full queue its share of half as many more."""
+    """Most requests waiting for a slot. Further requests are refused with RESOURCE_EXHAUSTED. Beyond half of
+    this number, each tenant gets its share of the queue; in a full queue, its share of half as many more."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
-    """Prompt tokens of all requests that may wait for a slot, shared in the same way."""
+    """Most prompt tokens of all requests waiting for a slot, shared in the same way."""
     max_worker_losses: int = Field(2, ge=1, le=100)
-    """Workers that may be lost in a row while they run the same request. The request then fails, but only if
-    the last one ran nothing else in its step."""
+    """Consecutive losses of workers while running the same request. The request then fails, but only if the
+    last worker ran nothing else in its step."""
     max_step_failures: int = Field(4, ge=1, le=100)
-    """Steps that may fail in a row with the same request in them. The request then fails, if it ran alone and
-    every worker has failed it. Set more than --detach-after-failed-steps: a broken worker then goes first."""
+    """Consecutive failures of steps with the same request. The request then fails, if it ran alone and failed
+    on every worker. Set more than --detach-after-failed-steps: a broken worker then goes first."""
     max_unread_tokens_per_stream: int = Field(1 << 19, ge=1024)
-    """Tokens that may wait for the client of one gRPC stream, log-probabilities counted too. A stream that
-    exceeds it ends with RESOURCE_EXHAUSTED, and its requests are aborted; gateways send theirs again."""
+    """Most tokens not yet read by the client of a gRPC stream, including log-probabilities. Beyond it, the
+    stream ends with RESOURCE_EXHAUSTED, and its requests are aborted; gateways resubmit theirs."""
     max_unread_stream_tokens: int = Field(1 << 20, ge=1024)
-    """Tokens that may wait for the clients of all gRPC streams together. Beyond it, the stream with the most
-    unread tokens ends in the same way."""
+    """Most unread tokens of all gRPC streams together. Beyond it, the stream with the most ends in the same
+    way."""
     step_timeout_s: float = Field(120.0, gt=0)
-    """Seconds after which a worker that has not finished a step counts as lost. Once the usual time of such
-    steps is known, the limit is 20 times that, but 5 s or more."""
+    """Seconds before an unanswered step marks the worker lost. Shrinks to 20 times the usual step time
+    (minimum 5 s) once known."""
     detach_after_failed_steps: int = Field(3, ge=1, le=1000)
-    """Steps that a worker may fail in a row before it loses its registration for a while."""
+    """Consecutive failed steps before a worker loses its registration for a while."""
     replica_wait_s: float = Field(120.0, ge=0)
-    """Seconds that accepted requests wait for a worker when none is left."""
+    """Seconds for accepted requests to wait for a worker when none is left."""
     queue_timeout_s: float = Field(0.0, ge=0, le=604_800)
-    """Seconds that a request may wait for its first slot before it fails with DEADLINE_EXCEEDED (HTTP 503); 0
-    for no limit. Time under an earlier scheduler counts."""
+    """Seconds before a request without a first slot fails with DEADLINE_EXCEEDED (HTTP 503); 0 for no limit.
+    Time under an earlier scheduler counts."""
     token_timeout_s: float = Field(3600.0, ge=0, le=604_800)
-    """Seconds that a request may go without a new token, from its first slot on, before it fails with
-    DEADLINE_EXCEEDED (HTTP 503), whatever the reason; 0 for no limit."""
+    """Seconds without a new token, from the first slot on, before a request fails with DEADLINE_EXCEEDED
+    (HTTP 503), whatever the reason; 0 for no limit."""
     state_dir: Path | None = None
-    """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default:
-    none is kept."""
+    """Folder for the batch size histogram, kept across restarts and read by triptych plan. Default: none is
+    kept."""
     batchsize_log_interval_s: float = Field(0.0)
     """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
     drain_s: float = Field(30.0, ge=0, le=3600)
-    """How long running requests may continue after SIGTERM or SIGINT, seconds."""
+    """Seconds for running requests to continue after SIGTERM or SIGINT."""
 
     @field_validator(
         "prefill_buckets", "decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before"
