@@ -3,14 +3,15 @@
 ``python -m tests.bench.seam [--quick] [--null-only]`` measures output tokens per second of one worker on the
 CPU: (a) of its steps run in a row in this process, and (b) through a scheduler and a worker, each a process,
 for a gRPC client on one Connect stream. The models are SmolLM2 in bfloat16, at 1, 8 and 32 rows, and a null
-model whose steps take 0.5 ms, at 1, 8, 32 and 128 rows. The null model stands for a fast device: what (b)
+model whose steps take 0.5 ms, at 1, 8, 32, 64 and 128 rows. The null model stands for a fast device: what (b)
 lacks is the cost of the seam alone.
 
 Prompts differ in length, so rows need their next blocks at different steps. Only the time counts in which all
 rows decode. (a) runs as many steps as (b), at the same lengths. Both take turns; the ratios are medians.
 
 The worker notes when its steps ran. From that the bench states the mean length of a lease (decode steps per
-plan) and the device's idle share: the part of the time in which no step ran.
+plan) and the device's idle share: the part of the time in which no step ran. Of the scheduler's process it
+states the CPU time per step, gRPC included.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ class Round:
         return self.window.tokens / self.window.seconds / (self.batch / self.step_s)
 
 
-def null_model(batches: tuple[int, ...] = (1, 8, 32, 128)) -> Model:
+def null_model(batches: tuple[int, ...] = (1, 8, 32, 64, 128)) -> Model:
     """Returns the model whose steps take 0.5 ms."""
     return Model("null", "null-model", batches, 8192, null_step_ms=0.5)
 
@@ -141,15 +142,15 @@ async def measure(
     if model.null_step_ms is not None:
         worker_flags += ["--null-step-ms", str(model.null_step_ms)]
     measured = []
-    async with processes(scheduler_flags, worker_flags, environment()) as address:
+    async with processes(scheduler_flags, worker_flags, environment()) as (address, scheduler):
         # A first, short run of each batch warms up, and gives the lengths at which all rows decode.
-        lengths = {
-            batch: (await decode_together(address, prompts(batch, dice), _needed(batch, BLOCK // 4))).lengths
-            for batch in model.batches
-        }
+        lengths = {}
+        for batch in model.batches:
+            needed = _needed(batch, BLOCK // 4)
+            lengths[batch] = (await decode_together(address, scheduler, prompts(batch, dice), needed)).lengths
         for batch in model.batches * rounds:
             before = step_in_process(worker, lengths[batch], steps // 2)
-            window = await decode_together(address, prompts(batch, dice), _needed(batch, steps))
+            window = await decode_together(address, scheduler, prompts(batch, dice), _needed(batch, steps))
             later = [length + steps // 2 for length in lengths[batch]]
             after = step_in_process(worker, later, steps // 2)
             measured.append(Round(batch, window, (before + after) / 2))
@@ -208,6 +209,9 @@ def summary(rounds: Sequence[Round], steps: Sequence["RanStep"]) -> dict[str, fl
         "ratio": median(one.ratio for one in rounds),
         "lease_steps": median(mean_lease(steps, one.window) for one in rounds),
         "idle": median(idle_share(steps, one.window) for one in rounds),
+        "scheduler_us": median(
+            1e6 * one.window.scheduler_s / (one.window.tokens / one.batch) for one in rounds
+        ),
         "gap_in_lease_us": median(1e6 * median_gaps(steps, one.window)[0] for one in rounds),
         "gap_between_us": median(1e6 * median_gaps(steps, one.window)[1] for one in rounds),
     }
@@ -234,12 +238,14 @@ def main() -> None:
         for batch in model.batches:
             figures[f"{model.name}_b{batch}"] = summary([one for one in rounds if one.batch == batch], ran)
     print(
-        f"{'':12}{'in-process':>14}{'served':>14}{'ratio':>8}{'lease':>8}{'idle':>8}{'gaps inside, between':>24}"
+        f"{'':12}{'in-process':>14}{'served':>14}{'ratio':>8}{'lease':>8}{'idle':>8}{'scheduler':>14}"
+        f"{'gaps inside, between':>24}"
     )
     for name, row in figures.items():
         print(
             f"{name:12}{row['in_process_tok_s']:8,.0f} tok/s{row['served_tok_s']:8,.0f} tok/s{row['ratio']:8.3f}"
-            f"{row['lease_steps']:8.1f}{row['idle']:8.3f}{row['gap_in_lease_us']:10,.0f} µs"
+            f"{row['lease_steps']:8.1f}{row['idle']:8.3f}{row['scheduler_us']:8,.0f} µs/step"
+            f"{row['gap_in_lease_us']:10,.0f} µs"
             f"{row['gap_between_us']:8,.0f} µs"
         )
     report("seam", {"by_batch": figures}, {name: row["ratio"] for name, row in figures.items()})

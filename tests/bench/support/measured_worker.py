@@ -26,6 +26,7 @@ from protos.steps import Decode, GroupKind, Prefill, StepPlan
 from worker_svc import service
 from worker_svc.__main__ import main as worker_main
 from worker_svc.devices import open_device
+from worker_svc.devices.base import ChunkStarts
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.worker import Worker
 from worker_svc.pending_step import PendingStep
@@ -128,6 +129,7 @@ class NullEngine(Engine):
 
     bytes_per_block: tuple[int, ...] = (1,)
     num_compiled = num_late = 0
+    chunk_starts: ChunkStarts = "whole"
     code_folder: Path | None = None
 
     def __init__(self, step_s: float) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import from_proto
@@ -34,6 +35,8 @@ class Window:
     """Tokens of each row at the start, prompt included."""
     tokens: int
     """Tokens that arrived in between."""
+    scheduler_s: float
+    """CPU time of the scheduler in between, seconds."""
 
     @property
     def seconds(self) -> float:
@@ -44,8 +47,8 @@ class Window:
 @contextlib.asynccontextmanager
 async def processes(
     scheduler_flags: Sequence[str], worker_flags: Sequence[str], environment: Mapping[str, str]
-) -> AsyncIterator[str]:
-    """Runs a scheduler and a measured worker; yields the scheduler's address once requests can run.
+) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """Runs a scheduler and a measured worker; yields the scheduler and its address once requests can run.
 
     Logs go to this process's standard error.
 
@@ -66,7 +69,7 @@ async def processes(
         )  # fmt: skip
         worker = await stack.enter_async_context(_process(flags, environment))
         await _wait_until_serving(address, worker)
-        yield address
+        yield address, psutil.Process(scheduler.pid)
 
 
 @contextlib.asynccontextmanager
@@ -133,7 +136,9 @@ async def _watch_health(address: str) -> None:
     raise RuntimeError("the scheduler stopped before it served")
 
 
-async def decode_together(address: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Window:
+async def decode_together(
+    address: str, scheduler: psutil.Process, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> Window:
     """Runs greedy requests over one Connect stream; returns the window in which all of them decode.
 
     Raises:
@@ -141,7 +146,7 @@ async def decode_together(address: str, prompts: Sequence[Sequence[int]], max_to
         RuntimeError: The scheduler ended the stream.
         TimeoutError: The requests take too long.
     """
-    batch = BatchProgress([len(prompt) for prompt in prompts])
+    batch = BatchProgress([len(prompt) for prompt in prompts], scheduler)
     async with open_channel(address) as channel, asyncio.timeout(_BATCH_TIMEOUT_S):
         call: Any = inference_pb2_grpc.InferenceStub(channel).Connect()
         await call.write(inference_pb2.ConnectRequest(schema_revision=SCHEMA_REVISION))
@@ -164,8 +169,10 @@ def _request(row: int, prompt: Sequence[int], max_tokens: int) -> inference_pb2.
 class BatchProgress:
     """Counts the tokens of requests whose ids are their rows."""
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], scheduler: psutil.Process) -> None:
         self.running = len(lengths)
+        self._scheduler = scheduler
+        self._scheduler_s = 0.0
         self._lengths = lengths
         self._to_start = set(range(len(lengths)))
         self._start = self._end = 0.0
@@ -195,13 +202,20 @@ class BatchProgress:
                 self._note_end(event, now)
         if not self._to_start and not self._start:
             self._start, self._lengths_at_start = now, tuple(self._lengths)
+            self._scheduler_s -= self._cpu_s()
 
     def _note_end(self, event: inference_pb2.GenerateEvent, now: float) -> None:
         if event.HasField("error"):
             raise from_proto(event.error)
         if event.finish_reason:
             self.running -= 1
-            self._end = self._end or now
+            if not self._end:
+                self._end = now
+                self._scheduler_s += self._cpu_s()
+
+    def _cpu_s(self) -> float:
+        times = self._scheduler.cpu_times()
+        return float(times.user + times.system)
 
     def window(self) -> Window:
         """Returns the window.
@@ -211,4 +225,4 @@ class BatchProgress:
         """
         if self._end <= self._start:
             raise RuntimeError("a row ended before the last one began; raise max_tokens")
-        return Window(self._start, self._end, self._lengths_at_start, self._tokens)
+        return Window(self._start, self._end, self._lengths_at_start, self._tokens, self._scheduler_s)
