@@ -216,7 +216,7 @@ class Settings(LinkSecuritySettings):
     batchsize_log_interval_s: float = Field(0.0)
     """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
     drain_s: float = Field(30.0, ge=0, le=3600)
-    """Seconds for running requests to continue after SIGTERM or SIGINT."""
+    """How long running requests may continue after SIGTERM or SIGINT, seconds."""
 
     @field_validator(
         "prefill_buckets", "decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before"
