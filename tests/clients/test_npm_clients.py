@@ -119,7 +119,6 @@ async def test_messages(node: Path, stack: Stack) -> None:
 
 @pytest.mark.parametrize("client", [openai, anthropic])
 async def test_a_client_that_leaves_frees_its_request(node: Path, stack: Stack, client: Any) -> None:
-    """The gateway aborts the request of a client that leaves its stream."""
     stack.scheduler.reply, stack.scheduler.step_s = [504, 505], 0.01
     assert await client(node, stack, "cancel") == "left"
     await stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1)

@@ -96,25 +96,6 @@ async def test_a_refused_request_is_sent_again(stack: Stack, client: Client) -> 
 
 
 @both
-async def test_a_full_queue_is_a_rate_limit_error(stack: Stack, client: Client) -> None:
-    """A client that does not retry gets the class for status 429."""
-    stack.scheduler.refuse = lambda _: Overloaded("full", retry_after_ms=100)
-    async with client(stack.gateway.base_url, max_retries=0) as asking:
-        with pytest.raises(client.errors.RateLimitError):
-            await asking.ask()
-
-
-@both
-async def test_faults_of_a_request_have_their_classes(stack: Stack, client: Client) -> None:
-    """Unknown models and requests that are too long are told apart."""
-    async with client(stack.gateway.base_url) as asking:
-        with pytest.raises(client.errors.NotFoundError):
-            await asking.ask(model="other")
-        with pytest.raises(client.errors.BadRequestError, match="maximum context length is"):
-            await asking.ask(max_tokens=600)
-
-
-@both
 async def test_a_client_that_leaves_frees_its_request(stack: Stack, client: Client) -> None:
     """The gateway aborts the request of a client that closes its stream."""
     stack.scheduler.reply, stack.scheduler.step_s = [504, 505], 0.01

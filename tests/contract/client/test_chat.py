@@ -196,7 +196,6 @@ async def test_an_error_of_any_server_is_one_line(
 async def test_a_server_without_models_asks_for_a_name(
     triptych: Command, foreign: Callable[..., str]
 ) -> None:
-    """The line names the flag."""
     done = await triptych("chat", "-q", "hi", "--url", foreign('{"object": "list", "data": []}'))
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "name one with --model-name" in done.err

@@ -60,7 +60,6 @@ async def test_each_request_has_a_line_in_openai_s_form(triptych: Command, tmp_p
 
 
 async def test_pooling_models_take_batches(triptych: Command, tmp_path: Path) -> None:
-    """Embeddings, scores and reranked documents are there by custom id."""
     texts = {"query": "x", "documents": ["y", "z"]}
     source, output = write(
         tmp_path,
@@ -93,7 +92,6 @@ async def test_pooling_models_take_batches(triptych: Command, tmp_path: Path) ->
     ids=["text", "list", "id", "empty", "twice", "method", "url", "body", "stream"],
 )
 async def test_a_bad_line_is_an_error_line(triptych: Command, tmp_path: Path, bad: str, reason: str) -> None:
-    """The other requests run, and a second run reports nothing twice."""
     source, output = write(tmp_path, line("a"), bad, "", line("c"))
     await triptych("run-batch", "-i", str(source), "-o", str(output))
     entries = [json.loads(each) for each in output.read_text().splitlines()]
@@ -123,7 +121,6 @@ async def test_a_batch_goes_on_where_it_was_cut_off(stack: Stack, triptych: Comm
 async def test_a_line_is_replaced_wherever_it_was_cut_off(
     triptych: Command, tmp_path: Path, kept: int
 ) -> None:
-    """The lines before it stay."""
     source, output = write(tmp_path, line("a"))
     await triptych("run-batch", "-i", str(source), "-o", str(output))
     whole = output.read_bytes()
@@ -144,7 +141,6 @@ async def test_another_file_is_left_alone(triptych: Command, tmp_path: Path, con
 
 
 async def test_a_lost_server_stops_the_batch(triptych: Command, tmp_path: Path) -> None:
-    """The line says what to change."""
     source, output = write(tmp_path, line("a"))
     done = await triptych("run-batch", "-i", str(source), "-o", str(output), "--url", "http://127.0.0.1:9")
     assert (done.code, done.err.count("\n")) == (1, 1)
@@ -207,7 +203,6 @@ async def test_a_busy_server_is_asked_again(stack: Stack, triptych: Command, tmp
 async def test_what_cannot_run_is_one_line(
     triptych: Command, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], code: int, error: str
 ) -> None:
-    """Nothing is written, and the line says what to change."""
     if code == 2:
         with pytest.raises(SystemExit) as stopped:
             await triptych("run-batch", *flags)

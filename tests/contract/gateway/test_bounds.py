@@ -129,7 +129,6 @@ async def test_a_late_head(before: bytes) -> None:
 
 
 async def test_a_connection_without_a_request() -> None:
-    """A client that sends nothing is disconnected without an answer."""
     async with stack(read_timeout_s=0.2) as (_, gateway), connected(gateway) as client:
         with contextlib.suppress(ConnectionError):
             assert await client.rest() == b""
@@ -173,7 +172,6 @@ async def test_bodies_of_a_tenant_leave_memory_for_others() -> None:
 
 
 async def test_small_bodies_of_a_tenant_have_room_when_another_fills_memory() -> None:
-    """However many bodies of the other are half sent."""
     limits = {"max_body_bytes": 10_000, "max_total_body_bytes": 30_000}
     async with stack(**limits) as (_, gateway), contextlib.AsyncExitStack() as clients:
         for _ in range(20):
@@ -187,7 +185,6 @@ async def test_small_bodies_of_a_tenant_have_room_when_another_fills_memory() ->
 
 
 async def test_large_half_sent_bodies_leave_room_for_small_ones_of_their_tenant() -> None:
-    """Where no keys are set, all clients are one tenant."""
     limits = {"max_body_bytes": 1_000_000, "max_total_body_bytes": 4_000_000}
     async with stack(**limits) as (_, gateway), contextlib.AsyncExitStack() as clients:
         for _ in range(4):
@@ -201,7 +198,6 @@ async def test_large_half_sent_bodies_leave_room_for_small_ones_of_their_tenant(
 
 
 async def test_texts_of_a_tenant_leave_places_for_others() -> None:
-    """The tenant is that of the request."""
     text, go = json.dumps({"prompt": "ab " * 30_000}), threading.Event()
     async with stack(max_waiting_texts=4) as (_, gateway), contextlib.AsyncExitStack() as clients:
         clients.callback(go.set)
@@ -241,7 +237,6 @@ async def test_a_client_that_leaves_within_its_body() -> None:
 
 
 async def test_a_late_pipelined_head_does_not_cut_an_answer() -> None:
-    """The answer to the request before it goes on."""
     async with stack(read_timeout_s=0.1) as (scheduler, gateway), connected(gateway) as client:
         scheduler.pause_after = 3
         client.send("POST /v1/completions", completion(9))
@@ -275,7 +270,6 @@ async def test_an_offer_of_another_protocol_is_declined(cuts: tuple[int, ...]) -
 
 
 async def test_a_tunnel_is_refused() -> None:
-    """What follows its head is not read as requests."""
     async with stack() as (_, gateway), connected(gateway) as client:
         client.writer.write(
             b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\nGET /version HTTP/1.1\r\nhost: x\r\n\r\n"

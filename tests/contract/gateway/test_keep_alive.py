@@ -96,7 +96,6 @@ async def test_an_error_after_a_comment_is_an_event(
 
 
 async def test_a_refusal_before_the_first_comment_has_its_status(stack: Stack) -> None:
-    """The interval changes nothing for requests that are refused at once."""
     stack.scheduler.refuse = lambda _: Internal("on purpose")
     response = await stack.http.post("/v1/completions", json={"prompt": "x", "stream": True})
     assert response.status_code == 500

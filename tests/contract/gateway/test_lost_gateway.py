@@ -57,7 +57,6 @@ async def read(stack: Stack, lines: list[str]) -> None:
 
 
 async def test_the_blocks_of_a_killed_gateway_return_within_a_second(stack: Stack) -> None:
-    """Its client sees a broken connection."""
     lines: list[str] = []
     await read(stack, lines)
     assert lines[-2] == "data: [DONE]"

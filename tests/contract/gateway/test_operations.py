@@ -60,7 +60,6 @@ async def test_probes_need_no_key_and_follow_the_scheduler(stack: Stack) -> None
 
 
 async def test_the_load_is_the_number_of_requests_under_way(stack: Stack) -> None:
-    """The request that asks is not one of them."""
     assert (await stack.http.get("/load")).json() == {"server_load": 0}
     stack.scheduler.pause_after = 2
     chat = asyncio.create_task(stack.http.post("/v1/chat/completions", json=CHAT, headers=USER))
@@ -81,7 +80,6 @@ async def test_routes_for_operators_need_admin_rights(stack: Stack) -> None:
 
 
 async def test_server_info_has_settings_and_versions_but_no_secret(stack: Stack) -> None:
-    """A bug report can contain it."""
     response = await stack.http.get("/server_info", headers=ADMIN)
     info: ServerInfo = response.json()
     check_answer(ServerInfo, info)
@@ -94,7 +92,6 @@ async def test_server_info_has_settings_and_versions_but_no_secret(stack: Stack)
 
 
 async def test_tokenizer_info_is_the_configuration_with_its_template(stack: Stack) -> None:
-    """Special tokens are texts, as in vLLM's answer."""
     response = await stack.http.get("/tokenizer_info", headers=ADMIN)
     config = json.loads((stack.scheduler.folder / "tokenizer_config.json").read_text())
     info = response.json()
@@ -105,7 +102,6 @@ async def test_tokenizer_info_is_the_configuration_with_its_template(stack: Stac
 
 
 async def test_running_requests_are_not_reset(stack: Stack) -> None:
-    """What the scheduler does not do is refused by name."""
     refused = await stack.http.post("/reset_prefix_cache?reset_running_requests=true", headers=ADMIN)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "reset_running_requests"
@@ -122,7 +118,6 @@ async def test_running_requests_are_not_reset(stack: Stack) -> None:
     ],
 )
 async def test_settings_open_routes_without_keys(settings: dict[str, Any], opened: list[str]) -> None:
-    """Without keys, rights come from the settings alone."""
     async with running_stack(TEXT, **settings) as stack:
         for method, path in OPERATORS:
             response = await stack.http.request(method, path)

@@ -68,10 +68,7 @@ async def healthy(http: httpx.AsyncClient) -> None:
 
 
 def test_a_gateway_without_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is ready within three seconds, and shares its port only if both gateways have the flag.
-
-    The limit is in CPU time, so that a busy machine does not fail the test.
-    """
+    """It is ready within three seconds, and shares its port only if both gateways have the flag."""
     with started("--scheduler-address", f"127.0.0.1:{free_port()}") as gateway:
         assert httpx.get(f"{gateway.base_url}/version").status_code == 200
         times = psutil.Process(gateway.process.pid).cpu_times()
@@ -81,10 +78,7 @@ def test_a_gateway_without_a_scheduler(capsys: pytest.CaptureFixture[str]) -> No
 
 
 async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, int]) -> None:
-    """A busy gateway stays small and imports no torch.
-
-    SIGTERM ends it with 0 and without a traceback.
-    """
+    """A busy gateway stays small and imports no torch. SIGTERM ends it with 0 and without a traceback."""
     with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
@@ -240,7 +234,6 @@ async def test_the_drain_timeout_ends_streams_properly(scheduler: tuple[FakeSche
 def test_a_bad_setting_is_one_line_and_exit_code_2(
     flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No server starts, and there is no traceback."""
     with pytest.raises(SystemExit) as ended:
         sys.exit(main(flags))
     assert ended.value.code == 2

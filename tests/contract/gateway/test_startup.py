@@ -69,7 +69,6 @@ async def test_before_the_first_replica(scheduler: FakeScheduler) -> None:
 
 
 async def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
-    """Requests are refused with what is wrong in the model's files."""
     (tmp_path / "tokenizer_config.json").write_text("{}")
     async with (
         serving(FakeScheduler(tmp_path, [504])) as server,
@@ -84,7 +83,6 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
 
 
 async def test_a_new_tokenizer_is_loaded(scheduler: FakeScheduler, tmp_path: Path) -> None:
-    """A tokenizer is fetched again only if the model's has changed."""
     async with stack_over(scheduler, model_poll_s=0.05) as stack, asyncio.timeout(10):
         scheduler.model = "other"
         while (await stack.http.get("/v1/models/other")).status_code != 200:

@@ -84,7 +84,6 @@ async def test_a_proxys_path_may_be_there_or_not(stack: Stack) -> None:
 async def test_requests_are_logged_without_their_texts(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line has the parameters and the number of tokens."""
     body = {"prompt": "my secret words", "temperature": 0.5, "max_tokens": 3, "n": 2}
     await stack.http.post("/v1/completions", json=body)
     lines = [line for line in capsys.readouterr().out.splitlines() if "prompt_tokens" in line]
@@ -123,7 +122,6 @@ async def _ask(stack: Stack, path: Path, listeners: list[Any]) -> None:
 
 
 async def test_a_template_is_a_file_or_a_text(tmp_path: Path) -> None:
-    """What is neither is refused in one line."""
     file = tmp_path / "chat.jinja"
     file.write_text(_TEMPLATE)
     assert read_template(str(file)) == read_template(_TEMPLATE) == _TEMPLATE

@@ -112,7 +112,6 @@ async def test_a_socket_needs_the_token_too_and_others_cannot_open_it(tmp_path: 
 
 
 async def test_streams_carry_the_token() -> None:
-    """The four kinds of methods send it."""
     async with serving(with_token()) as address, with_token().open_channel(address) as channel:
         kinds: tuple[Any, ...] = (
             channel.unary_unary,
@@ -164,10 +163,7 @@ async def test_tls_lets_in_those_with_good_certificates(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Either side refuses foreign CAs, expired certificates and plain peers; the client logs the reason.
-
-    Where the server asks for no certificate, the CA alone is enough.
-    """
+    """Either side refuses foreign CAs, expired certificates and plain peers; the client logs the reason."""
     # No service starts with an expired certificate, but one can end while its service runs.
     monkeypatch.setattr(Expiries, "note", lambda *_: None)
     ours = PLAIN if server is None else tls(tmp_path / "server", **server)
@@ -267,7 +263,6 @@ async def test_tokens_rotate_without_a_restart(tmp_path: Path) -> None:
     ],
 )
 def test_an_open_port_is_warned_of_once(host: str, security: LinkSecurity, lacking: tuple[str, ...]) -> None:
-    """Other machines reach it, and no setting protects it."""
     with capture_logs() as logs:
         security.warn_if_open(host)
     assert len(logs) == bool(lacking)

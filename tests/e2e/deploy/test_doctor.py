@@ -94,7 +94,6 @@ def test_a_wrong_flag_gets_the_same_refusal(model: Path, tmp_path: Path, flags: 
 
 @SLOW
 def test_a_wrong_variable_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
-    """A variable of another stack, and a variable of ours."""
     check_refusal(model, tmp_path, "", "VLLM_RBLN_USE_VLLM_MODEL", VLLM_RBLN_USE_VLLM_MODEL="0")
     check_refusal(model, tmp_path, "", "TRIPTYCH_MAX_NUM_SEQS", TRIPTYCH_MAX_NUM_SEQS="many")
 
@@ -112,7 +111,6 @@ def test_a_busy_port_or_folder_gets_the_same_refusal(model: Path, tmp_path: Path
 
 
 def test_secrets_of_another_user_get_the_same_refusal(model: Path, tmp_path: Path) -> None:
-    """The doctor asks who owns the folder itself, not its copies."""
     if os.geteuid():
         pytest.skip("only root can give files away")
     secure = tmp_path / "run" / "secure"
@@ -123,7 +121,6 @@ def test_secrets_of_another_user_get_the_same_refusal(model: Path, tmp_path: Pat
 
 @SLOW
 def test_a_full_disk_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
-    """No file can grow in these processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -183,7 +180,6 @@ def _cut(folder: Path) -> None:
 def test_a_damaged_model_gets_the_same_refusal(
     model: Path, tmp_path: Path, damage: Callable[[Path], Any], words: str
 ) -> None:
-    """Files of the worker and of the gateway."""
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     damage(copy)

@@ -107,7 +107,6 @@ json_values = st.recursive(
 def test_any_arguments_come_through_every_json_format(
     value: dict[str, object], at: list[int], indent: int | None, ascii_: bool
 ) -> None:
-    """The client gets the arguments exactly as the model wrote them."""
     written = json.dumps(value, indent=indent, ensure_ascii=ascii_)
     for name, text in {
         "hermes": f'Well.\n<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>\n',
@@ -126,7 +125,6 @@ def test_any_arguments_come_through_every_json_format(
 
 @given(value=st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), json_values, max_size=4), at=cuts)
 def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object], at: list[int]) -> None:
-    """Python's literals have the same values as JSON's."""
     text = "[f(" + ", ".join(f"{key}={item!r}" for key, item in value.items()) + "), get_weather()]"
     message = CollectedMessage.from_events(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
     first, second = message.calls.values()

@@ -96,7 +96,6 @@ def test_agrees_with_a_naive_search(text: str, stops: list[str], cuts: list[int]
 
 @given(text=texts, stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_holds_back_only_beginnings_of_stop_strings(text: str, stops: list[str]) -> None:
-    """Text held back is the beginning of some stop string."""
     watcher = StopStrings(stops, include_in_output=False)
     out = ""
     for character in text:

@@ -12,7 +12,6 @@ from deploy import cli
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments the command prints its help."""
     with pytest.raises(SystemExit) as stopped:
         cli.main([])
     assert stopped.value.code == 0
@@ -48,7 +47,6 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_misspelled_word_gets_the_near_one(
     command: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands, their subcommands, the flags of these, and values."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(command.split())
     assert stopped.value.code == 2
@@ -83,7 +81,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", ["gateway", "scheduler", "plan"])
 def test_help_of_services_loads_no_torch(command: str) -> None:
-    """Commands that run without a device import neither torch nor vLLM."""
     code = (
         "import sys; from deploy import cli\n"
         f"try: cli.main([{command!r}, '--help'])\n"

@@ -108,10 +108,7 @@ def test_containers_may_drain_before_they_are_killed() -> None:
 
 
 def test_each_worker_has_a_compile_cache_of_its_own() -> None:
-    """Workers run the code that they find, so the folder is an anonymous volume, one for each container.
-
-    The image has the folder, because a volume takes its owner from there.
-    """
+    """Workers run the code that they find, so the folder is an anonymous volume, one for each container."""
     worker = COMPOSE["services"]["worker"]
     root = worker["environment"]["TRIPTYCH_COMPILE_CACHE_ROOT"]
     assert root in worker["volumes"]
@@ -161,7 +158,6 @@ def test_the_compose_file_of_ranks_refuses_sizes_that_need_more_containers(
     "path", [DEPLOY / f"compose.{name}.yaml" for name in ("cuda", "rbln")], ids=lambda path: path.name
 )
 def test_the_compose_file_of_a_device_extends_the_worker(path: Path) -> None:
-    """It changes only the worker, and its device is one that the worker knows."""
     ((name, service),) = yaml.safe_load(path.read_text())["services"].items()
     assert name == "worker"
     load(WorkerSettings, ["--model", "any", "--device", service["environment"]["TRIPTYCH_DEVICE"]])

@@ -43,7 +43,6 @@ def test_services_read_the_files_and_others_do_not(tmp_path: Path) -> None:
 
 
 def test_the_gateway_knows_the_api_key_by_its_hash(tmp_path: Path) -> None:
-    """Clients have the key; the gateway's file has not."""
     files = make(tmp_path)
     key = files.api_key.read_text().strip()
     assert key not in files.api_keys.read_text()
@@ -138,7 +137,6 @@ def test_up_without_secure_has_a_token_alone(tmp_path: Path) -> None:
 def test_the_command_prints_settings_and_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The output may be pasted anywhere."""
     assert cli.main(["secure-files", str(tmp_path), "--host", "10.0.0.5"]) == 0
     printed = capsys.readouterr().out
     assert f"TRIPTYCH_GRPC_TLS_CA={tmp_path}/ca.pem" in printed
@@ -149,7 +147,6 @@ def test_the_command_prints_settings_and_no_secret(
 def test_a_host_that_no_certificate_can_have_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line says how such a name is written."""
     assert cli.main(["secure-files", str(tmp_path), "--host", "münchen.example"]) == 2
     assert "--host: 'münchen.example' is not a host name in ASCII" in capsys.readouterr().err
 
@@ -157,7 +154,6 @@ def test_a_host_that_no_certificate_can_have_is_refused(
 def test_a_folder_of_others_is_not_the_hosts_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line names the folder and no flag."""
     tmp_path.chmod(0o777)
     assert cli.main(["secure-files", str(tmp_path), "--host", "10.0.0.5"]) == 2
     assert capsys.readouterr().err.startswith(

@@ -58,7 +58,6 @@ def test_tokens_that_come_together_each_have_a_part_of_the_gap() -> None:
 
 
 def test_bounds_of_tokens_end_at_the_longest_sequence() -> None:
-    """As in vLLM, where they depend on the model."""
     metrics = make_metrics(longest=40)
     metrics.engine("r0").finished("stop", 1.0, prompt=9, generated=3)
     bounds = [
@@ -69,7 +68,6 @@ def test_bounds_of_tokens_end_at_the_longest_sequence() -> None:
 
 
 def test_engines_of_long_ago_share_one_series() -> None:
-    """Counters do not fall, however many workers come and go."""
     metrics = make_metrics()
     for index in range(200):
         metrics.engine(f"w{index}").finished("stop", 1.0, prompt=1)
@@ -97,10 +95,7 @@ def samples(found: bytes) -> set[str]:
 
 
 def test_counts_are_added_up() -> None:
-    """Counters, gauges and histograms are sums without figures of one process; a flag is set if any is.
-
-    Of certificates, the first end counts: a gateway that has not read the renewed one shows.
-    """
+    """Counters, gauges and histograms are sums without figures of one process; a flag is set if any is."""
     assert samples(merged([text(3, 1, 0, 0.5), text(4, 2, 1, 1.5)])) == {
         'http_requests_total{status="200"} 7.0',
         "triptych:gateway_http_requests_in_flight 3.0",
@@ -116,7 +111,6 @@ def test_counts_are_added_up() -> None:
 
 
 def test_kinds_and_texts_stay() -> None:
-    """Scrapes see the same families as from one gateway."""
     one = [line for line in text(3, 1, 1, 0.5).decode().splitlines() if line.startswith("#")]
     both = merged([text(3, 1, 1, 0.5), text(4, 2, 1, 1.5)]).decode().splitlines()
     missing = [line for line in one if " process_" not in line and line not in both]

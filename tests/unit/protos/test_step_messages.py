@@ -37,7 +37,6 @@ MAX_CHUNK = 65536
     ],
 )
 def test_a_plan_survives_the_wire(work: Work | None) -> None:
-    """The worker reads exactly the plan that the scheduler wrote."""
     plan = StepPlan(
         3,
         work,
@@ -55,7 +54,6 @@ def test_a_plan_survives_the_wire(work: Work | None) -> None:
 
 
 def test_a_result_survives_the_wire() -> None:
-    """Tokens, log-probabilities, pooled values and errors arrive slot by slot."""
     outputs = [
         SlotOutput(0, (5, 6), [token_logprobs(-0.5, 1, (5, -0.5))]),
         SlotOutput(2, prompt_logprobs=[token_logprobs(-1.5, 9)]),

@@ -38,7 +38,6 @@ def test_values_at_the_bounds_are_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_values_beyond_the_bounds_are_refused_by_name(name: str) -> None:
-    """The message names the parameter and the value."""
     bounds = SAMPLING[name]
     beyond: list[float] = [0] if name == "max_tokens" else [bounds.min - 0.5, math.nan]
     if bounds.above_min:
@@ -69,7 +68,6 @@ def test_values_beyond_the_bounds_are_refused_by_name(name: str) -> None:
     ],
 )  # fmt: skip
 def test_sampling_parameters_are_refused_in_one_line(fields: dict[str, Any], text: str) -> None:
-    """The message says what was wrong."""
     assert text in refusal(request(**fields)).message
 
 
@@ -89,13 +87,11 @@ def test_sampling_parameters_are_refused_in_one_line(fields: dict[str, Any], tex
     ],
 )
 def test_requests_are_refused_by_field(fields: dict[str, Any], param: str) -> None:
-    """A direct gRPC client learns which field to change."""
     message = inference_pb2.GenerateRequest(**{"prompt_token_ids": [1], **fields})
     assert refusal(message).param == param
 
 
 def test_a_pooling_request_is_checked_the_same_way() -> None:
-    """Its prompt, its names and its task have bounds too."""
     check_pool(inference_pb2.PoolRequest(prompt_token_ids=[1]))
     for fields in ({}, {"prompt_token_ids": [1], "tenant": "x" * 257}, {"prompt_token_ids": [1], "task": 77}):
         with pytest.raises(InvalidArgument):

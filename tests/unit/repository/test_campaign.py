@@ -1,79 +1,15 @@
 """The links and checks that the fault campaign relies on."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.support.campaign.load import Load
 from tests.support.campaign.processes.inspection import leaks
-from tests.support.campaign.processes.link import Link
 from tests.support.campaign.questions import Question
 from tests.support.campaign.streams import Scored, Stream
 
 IDLE = {"tasks": 5, "futures": 9, "rss_mib": 100.0, "live": 0, "blocks": 0, "integrity": ""}
-
-
-@asynccontextmanager
-async def echo_behind_a_link() -> AsyncIterator[tuple[Link, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Yields a link to a server that sends back what it gets, and a connection through the link."""
-
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while piece := await reader.read(100):
-                writer.write(piece)
-        except ConnectionResetError:
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with server:
-        link = Link(server.sockets[0].getsockname()[:2])
-        await link.open()
-        reader, writer = await asyncio.open_connection(link.host, link.port)
-        try:
-            yield link, reader, writer
-        finally:
-            writer.close()
-            await link.close()
-
-
-async def test_a_link_forwards_until_it_is_cut() -> None:
-    """A cut resets the connection; the next one works."""
-    async with echo_behind_a_link() as (link, reader, writer):
-        writer.write(b"one")
-        assert await reader.readexactly(3) == b"one"
-        link.cut()
-        with pytest.raises(ConnectionResetError):
-            await reader.readexactly(1)
-        next_reader, next_writer = await asyncio.open_connection(link.host, link.port)
-        next_writer.write(b"two")
-        assert await next_reader.readexactly(3) == b"two"
-        next_writer.close()
-
-
-async def test_a_silent_link_holds_what_it_carries() -> None:
-    """Nothing arrives while the link is silent, and everything afterwards."""
-    async with echo_behind_a_link() as (link, reader, writer):
-        link.silence()
-        writer.write(b"one")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(reader.read(3), 0.05)
-        link.restore()
-        assert await reader.readexactly(3) == b"one"
-
-
-async def test_a_slow_link_delays_both_ways() -> None:
-    """Each piece waits on its way there and on its way back."""
-    async with echo_behind_a_link() as (link, reader, writer):
-        link.slow(0.05)
-        started = time.monotonic()
-        writer.write(b"one")
-        assert await reader.readexactly(3) == b"one"
-        assert time.monotonic() - started >= 0.1
 
 
 @pytest.mark.parametrize(
@@ -103,8 +39,6 @@ def test_what_an_idle_service_holds_is_a_leak(held: dict[str, object], found: in
     ],
 )
 async def test_a_wrong_answer_is_a_failure(answer: list[int], why: str) -> None:
-    """A lost, a doubled and a changed token are found."""
-
     async def ask(stream: Stream) -> None:
         stream.add(0, answer)
         stream.end(0, "length")

@@ -21,5 +21,4 @@ def test_a_module_that_a_command_runs_exists(module: str) -> None:
 
 
 def test_the_commands_are_found() -> None:
-    """The search finds both forms of a command."""
     assert {"deploy.cli", "worker_svc.grammars.compile_server"} <= set(MODULES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.docs import __main__ as generated
-from tests.support.docs.pages import anchor, cell, with_region
+from tests.support.docs.pages import anchor
 from tests.support.paths import ROOT
 
 PAGES = [
@@ -75,7 +75,6 @@ def anchors_of(page: Path) -> set[str]:
 
 @pages()
 def test_a_page_has_no_placeholders(page: Path) -> None:
-    """Every figure is filled in."""
     assert re.findall(r"@[A-Z]+@|TODO|FIXME|TBD", text_of(page)) == []
 
 
@@ -130,13 +129,11 @@ def test_the_modules_that_a_page_runs_exist(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    """docs/README.md links to each page of docs/."""
     linked = set(re.findall(r"\]\(([\w-]+\.md)", text_of(ROOT / "docs" / "README.md")))
     assert {page.name for page in PAGES if page.parent.name == "docs"} - linked == {"README.md"}
 
 
 def test_a_term_is_in_the_glossary_once() -> None:
-    """The first cells of the glossary's tables differ."""
     terms = re.findall(r"^\| \*\*(.+?)\*\*", text_of(ROOT / "docs" / "glossary.md"), re.MULTILINE)
     assert len(terms) > 20
     assert len(set(terms)) == len(terms)
@@ -155,31 +152,3 @@ def test_a_stale_page_fails_the_check(
     assert page.read_text() == "old\n"
     assert generated.main([]) == 0
     assert generated.main(["--check"]) == 0
-
-
-def test_a_cell_shows_its_text_as_it_is() -> None:
-    """Pipes and angle brackets are escaped, except in code and line breaks."""
-    assert cell("a | b\n<think>, `<x>`<br>`c`") == "a \\| b \\<think>, `<x>`<br>`c`"
-
-
-def test_a_region_is_replaced_between_its_markers() -> None:
-    """The text around the markers stays."""
-    text = "before\n<!-- generated: x -->\nold\n<!-- end: x -->\nbehind\n"
-    assert with_region(text, "x", "new\n") == (
-        "before\n<!-- generated: x -->\n\nnew\n\n<!-- end: x -->\nbehind\n"
-    )
-    with pytest.raises(ValueError, match="needs one"):
-        with_region(text, "y", "new")
-
-
-@pytest.mark.parametrize(
-    ("heading", "expected"),
-    [
-        ("Serve a model", "serve-a-model"),
-        ("`GET /v1/models`", "get-v1models"),
-        ("Log-probabilities, n", "log-probabilities-n"),
-    ],
-)
-def test_anchors_are_those_of_github(heading: str, expected: str) -> None:
-    """Anchors are in lower case, with hyphens for spaces and without punctuation."""
-    assert anchor(heading) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrix.answers import differences, joined
+from tests.support.matrix.answers import differences
 from tests.support.matrix.bursts import Matrix, bursts
 from tests.support.matrix.cases import Case, make_cases, some_cases
 from tests.support.matrix.clients import Clients
@@ -51,23 +51,6 @@ async def test_a_burst_names_cases_without_their_answers() -> None:
 def test_differences_are_found_at_any_depth(actual: Any, found: int) -> None:
     """Rounded log-probabilities are equal; all else must be."""
     assert len(list(differences(actual, {"a": [1, {"b": -0.5}]}))) == found
-
-
-def test_chunks_are_joined_by_choice() -> None:
-    """Texts, tokens and calls grow; the last finish reason and usage count."""
-    chunks: list[dict[str, Any]] = [
-        {"id": "x", "choices": [{"index": 1, "text": "c", "logprobs": {"tokens": ["c"]}, "finish_reason": None}]},
-        {"id": "x", "choices": [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]},
-        {"id": "x", "choices": [{"index": 1, "text": "d", "logprobs": {"tokens": ["d"]}, "finish_reason": "stop"}]},
-        {"id": "x", "choices": [], "usage": {"completion_tokens": 3}},
-    ]  # fmt: skip
-    assert joined(chunks) == {
-        "choices": [
-            {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
-            {"index": 1, "text": "cd", "logprobs": {"tokens": ["c", "d"]}, "finish_reason": "stop"},
-        ],
-        "usage": {"completion_tokens": 3},
-    }
 
 
 def test_all_cases_have_names_of_their_own_and_all_protocols_a_share() -> None:

@@ -184,7 +184,6 @@ async def test_bodies_of_many_items(stack: Stack, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POOLED)
 async def test_many_inputs_of_a_pooling_model(pooling: Stack, name: str) -> None:
-    """The same on the routes of pooling models."""
     path, before, item, after, count = POOLED[name]
     for number in (count, 10**9):
         status, longest = await attack(pooling, path, body_of(before, item, after, number))
@@ -195,7 +194,6 @@ async def test_many_inputs_of_a_pooling_model(pooling: Stack, name: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions", "/v1/messages"])
 async def test_a_text_of_many_tokens(stack: Stack, path: str) -> None:
-    """It is read, and its answer written, beside the event loop."""
     for count, expected in ((450_000, 200 if path == "/tokenize" else 400), (3_000_000, 400)):
         text = "1" * count
         chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}

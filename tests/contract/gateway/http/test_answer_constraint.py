@@ -41,10 +41,7 @@ async def running(qwen_folder: Path) -> AsyncIterator[Stack]:
 async def test_a_thinking_model_answers_or_calls(
     stack: Stack, text: str, content: str | None, calls: int
 ) -> None:
-    """With tools and a schema, a matching answer is content, and calls are calls.
-
-    Both stand behind the thinking.
-    """
+    """With tools and a schema, a matching answer is content, and calls are calls."""
     stack.reply_with(text)
     body = {
         **ASK, "tools": [WEATHER], "response_format": INTEGER, "chat_template_kwargs": {"opened": True},
@@ -80,7 +77,6 @@ async def test_a_refused_grammar_names_the_clients_parameter(
 
 
 async def test_completions_are_constrained_too(stack: Stack) -> None:
-    """A completion's constraint is passed on unchanged."""
     body = {"prompt": "x", "structured_outputs": {"regex": "[ab]"}}
     assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
     assert stack.scheduler.requests[-1].sampling.structured_output.regex == "[ab]"

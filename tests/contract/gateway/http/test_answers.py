@@ -8,7 +8,6 @@ import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
-from openai.types.create_embedding_response import CreateEmbeddingResponse
 from openai.types.model import Model
 from pydantic import BaseModel
 
@@ -203,7 +202,6 @@ async def thinking(qwen_folder: Path) -> AsyncIterator[Stack]:
 
 
 async def test_thinking_and_calls_fit_the_clients_types(thinking: Stack) -> None:
-    """The tokens of thinking are counted in both forms."""
     body = {**CHAT, "tools": [WEATHER], **LOGPROBS}
     answer = (await thinking.http.post(CHATS, json=body)).json()
     checked(ChatCompletion, answer)
@@ -219,20 +217,8 @@ async def test_thinking_and_calls_fit_the_clients_types(thinking: Stack) -> None
 
 
 async def test_models_fit_the_clients_type(stack: Stack) -> None:
-    """A model's card has what OpenAI's has, and what vLLM adds."""
     for card in (await stack.http.get("/v1/models")).json()["data"]:
         checked(Model, card)
-
-
-async def test_unknown_fields_are_found() -> None:
-    """The check itself finds what does not belong, also within objects."""
-    usage = {"prompt_tokens": 1, "total_tokens": 1}
-    embedding = {"object": "embedding", "index": 0, "embedding": [0.5]}
-    good = {"object": "list", "data": [embedding], "model": "m", "usage": usage}
-    checked(CreateEmbeddingResponse, good)
-    for bad in ({**good, "id": "x"}, {**good, "data": [{**embedding, "mood": 1}]}):
-        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-            checked(CreateEmbeddingResponse, bad)
 
 
 WITH_FIELDS = {"properties", "additionalProperties", "anyOf", "oneOf"}
@@ -252,10 +238,7 @@ def described(document: dict[str, Any], answer: dict[str, Any]) -> bool:
 
 
 async def test_every_route_is_described(stack: Stack) -> None:
-    """Each route has a summary, a description, its answer, and the shape of errors.
-
-    Each POST has its body. Pages and unknown ids are not part of the API.
-    """
+    """Each route has a summary, a description, its answer, and the shape of errors."""
     listed = {
         route.path.replace(":path}", "}")
         for route in stack.gateway.app.routes
@@ -317,6 +300,5 @@ async def test_the_document_names_the_parameters(stack: Stack) -> None:
 async def test_answers_match_the_document(
     stack: Stack, path: str, body: dict[str, Any] | None, model: Any
 ) -> None:
-    """Real answers have the documented fields and no others."""
     response = await (stack.http.get(path) if body is None else stack.http.post(path, json=body))
     check_answer(model, response.json())

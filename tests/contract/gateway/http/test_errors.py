@@ -46,7 +46,6 @@ async def test_the_schedulers_errors_have_their_status(stack: Stack, streamed: b
 
 
 async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
-    """The other prompts are aborted."""
     stack.scheduler.refuse = lambda request: Overloaded("full") if request.request_id.endswith("-1") else None
     stack.scheduler.pause_after = 2
     response = await stack.http.post("/v1/completions", json={"prompt": ["a", "b"]})
@@ -57,7 +56,6 @@ async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
 async def test_a_token_that_cannot_be_written_ends_its_stream_alone(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream ends with an error; another stream goes on."""
     write, calls = ChatChunks.write, 0
 
     def fail_once(self: ChatChunks, delta: Delta) -> bytes:
@@ -116,7 +114,6 @@ async def test_every_refusal_is_an_openai_error(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_that_disconnects_cancels_its_request(stack: Stack, path: str, streamed: bool) -> None:
-    """The abort reaches the scheduler, streamed or not."""
     stack.scheduler.pause_after = 3
     body = json.dumps(
         {"prompt": "x", "stream": streamed} if path == "/v1/completions" else {**CHAT, "stream": streamed}

@@ -65,7 +65,6 @@ async def test_an_unknown_model_is_not_found(stack: Stack, model: str, stream: b
 
 
 async def test_an_embedding_model_has_no_adapters() -> None:
-    """A pooling model refuses other names itself."""
     async with running_stack(TEXT, folder=minilm_folder()) as stack:
         stack.scheduler.pool_tasks = [pb.POOL_TASK_EMBED]
         stack.gateway.app.state.context.watcher.served().model.pool_tasks.append(pb.POOL_TASK_EMBED)

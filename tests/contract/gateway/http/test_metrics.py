@@ -50,7 +50,6 @@ def value(families: list[Metric], name: str) -> float:
 
 
 async def test_the_schedulers_metrics_follow(stack: Stack) -> None:
-    """One answer has the metrics of both services."""
     response = await stack.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert SCHEDULER_METRICS.decode() in response.text
@@ -60,7 +59,6 @@ async def test_the_schedulers_metrics_follow(stack: Stack) -> None:
 
 
 async def test_a_scheduler_without_metrics_leaves_the_gateways(stack: Stack) -> None:
-    """If the scheduler refuses, the gateway's metrics say that it is not up."""
     stack.scheduler.metrics = None
     response = await stack.http.get("/metrics")
     assert response.status_code == 200
@@ -69,7 +67,6 @@ async def test_a_scheduler_without_metrics_leaves_the_gateways(stack: Stack) -> 
 
 
 async def test_without_a_scheduler_the_scrape_is_fast() -> None:
-    """A scrape does not wait for a scheduler that is away."""
     async with (
         running_gateway(9, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,

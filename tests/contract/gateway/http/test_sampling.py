@@ -84,10 +84,6 @@ async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer)
 
 
 async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each choice resumes behind its received tokens.
-
-    None is lost or doubled, and ended ones do not run again.
-    """
     stack.scheduler.break_after = len(stack.scheduler.reply) - 2
     answer = await stack.post(PATH, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
     assert [one["text"] for one in answer["choices"]] == ["", *texts(stack, tokenizer, 4)[1:]]
@@ -102,10 +98,6 @@ async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenize
 
 
 async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
-    """A completion reports log-probabilities in OpenAI's four columns.
-
-    The chosen token is always among the likeliest, and offsets point into the text.
-    """
     reply = stack.scheduler.reply
     answer = await stack.post(PATH, prompt="x", logprobs=1, max_tokens=99)
     (choice,) = answer["choices"]
@@ -139,10 +131,6 @@ async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None
 
 
 async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each token has text, number and bytes.
-
-    All bytes make the text, even if a token is a part of a character.
-    """
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
     answer = await stack.post("/v1/chat/completions", **body)
     content = answer["choices"][0]["logprobs"]["content"]
@@ -167,7 +155,6 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
-    """return_tokens_as_token_ids writes ids, which are unambiguous."""
     answer = await stack.post(PATH, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
     found = answer["choices"][0]["logprobs"]
     assert found["tokens"] == [f"token_id:{token}" for token in stack.scheduler.reply[:2]]
@@ -175,10 +162,7 @@ async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
 
 
 async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Prompt log-probabilities have vLLM's shape: by id, with rank and text, and null for the first token.
-
-    Chats have them beside their choices.
-    """
+    """Prompt log-probabilities have vLLM's shape: by id, with rank and text, and null for the first token."""
     prompt = tokenizer.encode("The capital of France").ids
     answer = await stack.post(PATH, prompt=[prompt, [5]], n=2, max_tokens=1, prompt_logprobs=1)
     found = [choice["prompt_logprobs"] for choice in answer["choices"]]
@@ -201,10 +185,7 @@ async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Each answer begins with its prompt, given as text or ids.
-
-    With log-probabilities, the prompt's tokens have theirs.
-    """
+    """Each answer begins with its prompt, given as text or ids."""
     prompt = "The capital of France"
     ids = tokenizer.encode(prompt).ids
     plain = await stack.post(PATH, prompt=[prompt, "hm"], max_tokens=2)
@@ -229,10 +210,7 @@ async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
 
 
 async def test_a_prompt_alone_is_scored(stack: Stack, tokenizer: Tokenizer) -> None:
-    """With max_tokens=0 and echo, generated tokens are neither shown nor counted.
-
-    Evaluation harnesses score prompts this way.
-    """
+    """With max_tokens=0 and echo, generated tokens are neither shown nor counted."""
     prompt = "The capital of France"
     answer = await stack.post(PATH, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer["choices"]
@@ -295,10 +273,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> None:
-    """A refusal is one line, costs little more than a valid request, and does not delay others.
-
-    The cost is CPU time, so that a busy machine does not fail the test.
-    """
+    """A refusal is one line, costs little more than a valid request, and does not delay others."""
     large: dict[str, Any] = {
         "prompt": "x",
         "user": "u",
@@ -323,7 +298,6 @@ async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> 
 
 
 async def test_top_logprobs_need_logprobs(stack: Stack) -> None:
-    """top_logprobs needs logprobs, and has OpenAI's limit."""
     for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         status, error = await stack.refusal("/v1/chat/completions", **CHAT, **body)
         assert (status, error["param"]) == (400, "top_logprobs")
@@ -353,11 +327,7 @@ async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[s
 @pytest.mark.parametrize("break_in_prompt", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, others_first: bool) -> None:
-    """The answer is the same however the prompt's log-probabilities arrive.
-
-    They may need several events, start again after a broken stream, and arrive after another sequence's
-    tokens.
-    """
+    """The answer is the same however the prompt's log-probabilities arrive."""
     scored = {**SCORED, "prompt_logprobs": 1}
     whole = [await choices(stack, scored), await choices(stack, ECHOED)]
     stream = await streamed(stack, ECHOED)
@@ -371,10 +341,6 @@ async def test_parts_add_up(stack: Stack, size: int, break_in_prompt: bool, othe
 
 
 async def test_long_prompts_are_encoded_in_a_thread(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts take seconds, in which other streams continue.
-
-    The reports of an echo are made once per prompt.
-    """
     calls: list[tuple[str, str]] = []
 
     def note(kind: type, name: str) -> None:

@@ -123,7 +123,6 @@ async def test_a_streamed_call(stack: Stack, tokens_per_event: int) -> None:
 
 
 async def test_one_call_at_a_time(stack: Stack) -> None:
-    """parallel_tool_calls=false drops further calls, streamed or not."""
     stack.reply_with(f"{CALL}\n{CALL}")
     assert len(functions(await collected(stack))) == 2
     assert len(functions(await collected(stack, parallel_tool_calls=False))) == 1
@@ -184,10 +183,7 @@ async def test_a_named_tool(stack: Stack) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) -> None:
-    """Required calls are a JSON list, a named call its arguments alone.
-
-    Both are constrained, and the prompt describes the tools.
-    """
+    """Required calls are a JSON list, a named call its arguments alone."""
     written = (
         '[{"name": "get_weather", "parameters": {"city": "Paris"}}, {"name": "get_time", "parameters": {}}]'
     )
@@ -261,7 +257,6 @@ async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
 async def test_an_end_within_the_thinking(
     stack: Stack, stream: bool, limit: dict[str, Any], reason: str
 ) -> None:
-    """The answer has thinking and no content."""
     stack.reply_with("<think>\nI see a marker here and there.\n</think>\n\nYes.")
     answer = (await streamed(stack, **limit))[0] if stream else await collected(stack, **limit)
     assert answer["message"]["reasoning_content"]
@@ -349,10 +344,7 @@ async def test_arguments_deeper_than_a_template_can_write(stack: Stack, plain: S
 
 
 async def test_a_parser_by_name(tmp_path: Path) -> None:
-    """--tool-call-parser applies if a template shows no format.
-
-    --reasoning-parser deepseek_r1 thinks from the beginning.
-    """
+    """--tool-call-parser applies if a template shows no format."""
     text = 'Hm.</think>[TOOL_CALLS]get_weather{"city": "Paris"}'
     async with running_stack(text, tool_call_parser="mistral", reasoning_parser="deepseek_r1") as stack:
         answer = await collected(stack)

@@ -63,7 +63,6 @@ async def test_a_trailing_slash_changes_nothing(stack: Stack) -> None:
 
 
 async def test_a_trailing_slash_keeps_body_and_query(stack: Stack) -> None:
-    """The request reaches its route as it was sent."""
     found = await stack.stream("/v1/chat/completions/?a=b", CHAT)
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in found[:-1])
     model = await stack.http.get("/v1/models/smollm2/")
@@ -87,7 +86,6 @@ async def test_head_answers_as_get_without_a_body(stack: Stack) -> None:
 
 
 async def test_head_of_other_routes_is_refused(stack: Stack) -> None:
-    """A route without GET says which methods it takes."""
     response = await stack.http.head(COMPLETIONS)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
     assert (await stack.http.head("/nothing")).status_code == 404
@@ -125,7 +123,6 @@ async def test_encoded_bodies_are_decoded(stack: Stack, encoding: str, body: byt
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, br", "aes128gcm", "gzip, gzip, gzip"])
 async def test_other_encodings_are_refused_by_name(stack: Stack, encoding: str) -> None:
-    """The answer names the encoding and those that are taken."""
     response = await post(stack, b"x" * 1000, encoding)
     assert response.status_code == 415
     assert "content encoding" in response.json()["error"]["message"]
@@ -182,7 +179,6 @@ async def test_the_limit_counts_decoded_bytes(stack: Stack, encoding: str, body:
     ],
 )
 async def test_a_byte_order_mark_is_skipped(stack: Stack, path: str, body: dict[str, Any]) -> None:
-    """Some editors and PowerShell put one before JSON."""
     text = json.dumps(body).encode()
     assert (await stack.http.post(path, content=b"\xef\xbb\xbf" + text)).status_code == 200
 
@@ -212,7 +208,6 @@ async def test_an_empty_model_means_the_served_one(
 
 @pytest.mark.parametrize("max_tokens", [2, 9])
 async def test_max_completion_tokens_wins(stack: Stack, max_tokens: int) -> None:
-    """As in vLLM, the newer name counts if both are there."""
     body = {**CHAT, "max_tokens": max_tokens, "max_completion_tokens": 5}
     assert (await stack.http.post("/v1/chat/completions", json=body)).json()["usage"][
         "completion_tokens"

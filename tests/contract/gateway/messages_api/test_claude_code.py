@@ -133,9 +133,3 @@ async def test_histories_that_began_elsewhere(
     assert "And then?" in prompt
     assert "JVBERi0" not in prompt
     assert "iVBORw0" not in prompt
-
-
-async def test_an_image_that_the_user_asks_about_is_refused(stack: Stack) -> None:
-    """No model here could answer."""
-    body = {"max_tokens": 5, "messages": [{"role": "user", "content": [IMAGE]}]}
-    assert (await stack.http.post("/v1/messages", json=body)).status_code == 400

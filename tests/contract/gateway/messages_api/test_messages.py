@@ -5,7 +5,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import Message, MessageTokensCount, ModelInfo, ToolParam, ToolUseBlock
+from anthropic.types import Message, MessageTokensCount, ModelInfo, ToolParam
 from pydantic import BaseModel, SecretStr
 
 from gateway.messages_api.schemas import AnthropicErrorAnswer
@@ -94,22 +94,6 @@ async def test_a_stream_adds_up_to_the_message(stack: Stack, tokens_per_event: i
     assert [block["input"] for block in blocks[2:]] == [{"city": "Paris"}, {"city": "Oslo"}]
 
 
-async def test_the_client_collects_a_stream(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
-    """The client's helpers see text, thinking and inputs as they grow, and the final message."""
-    stack.reply_with(f"{THOUGHT}I ask.\n{CALL}")
-    async with client.messages.stream(**ASK, tools=[WEATHER]) as stream:
-        kinds = {event.type async for event in stream}
-        message = await stream.get_final_message()
-    assert {"text", "thinking", "signature", "input_json", "message_stop"} <= kinds
-    assert stream.request_id == stream.response.headers["x-request-id"]
-    thinking, text, call = message.content
-    assert isinstance(call, ToolUseBlock)
-    assert (thinking.type, text.type, call.input) == ("thinking", "text", {"city": "Paris"})
-    stack.reply_with("It rains.")
-    async with client.messages.stream(**ASK) as stream:
-        assert "".join([text async for text in stream.text_stream]) == "It rains."
-
-
 async def test_a_last_turn_of_the_assistant_is_continued(stack: Stack) -> None:
     """The prompt ends where that turn ends, and the answer is what follows."""
     stack.reply_with(" Seine.")
@@ -153,7 +137,6 @@ async def test_stop_reasons(
 
 
 async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
-    """Sampling, limits and the constraint arrive there under its own names."""
     await collected(
         stack, **ASK, temperature=0.5, top_p=0.9, top_k=7, priority=3, cache_salt="s",
         metadata={"user_id": "u"}, service_tier="auto",
@@ -200,7 +183,6 @@ async def test_thinking_is_switched(stack: Stack) -> None:
 
 
 async def test_server_tools_are_skipped(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
-    """A header names them, and custom tools beside them work."""
     search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
     stack.reply_with(CALL)
     answer = await client.messages.with_raw_response.create(**ASK, tools=[search, WEATHER, search])
@@ -318,15 +300,6 @@ async def test_batches_are_not_served(client: anthropic.AsyncAnthropic) -> None:
     ):  # fmt: skip
         with pytest.raises(anthropic.NotFoundError, match="nothing is stored here; send each request"):
             await call
-
-
-async def test_errors_of_other_paths_stay_openais(stack: Stack) -> None:
-    """Only this API has another form."""
-    response = await stack.http.post("/v1/chat/completions", content=b"{")
-    assert response.json().keys() == {"error"}
-    assert "request-id" not in response.headers
-    stack.reply_with("x")
-    assert [event["type"] for event in await streamed(stack, **ASK)][-1] == "message_stop"
 
 
 async def test_keys() -> None:

@@ -51,7 +51,6 @@ async def running() -> AsyncIterator[Stack]:
 
 
 async def test_each_input_has_its_likeliest_class(stack: Stack) -> None:
-    """With all probabilities, in the order of the labels."""
     body = await stack.post("/classify", input=[[5], [7]], use_activation=False)
     check_answer(ClassificationList, body)
     assert body["data"] == [
@@ -64,7 +63,6 @@ async def test_each_input_has_its_likeliest_class(stack: Stack) -> None:
 
 
 async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> None:
-    """The refusal names what it serves and the route for it."""
     _, error = await stack.refusal("/score", text_1="a", text_2="b")
     assert error["message"] == (
         "'feelings' serves classify, not score or embed or token_embed; use /classify"
@@ -73,7 +71,6 @@ async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> N
 
 @pytest.mark.parametrize("task", [None, "classify"])
 async def test_results_as_they_are(stack: Stack, task: str | None) -> None:
-    """The model's own task is the default."""
     body = await stack.post("/pooling", input=[5], task=task)
     check_answer(PoolingList, body)
     assert body["data"] == [{"index": 0, "object": "pooling", "data": [0.125, 0.25, 0.625]}]
@@ -136,7 +133,6 @@ async def test_the_values_of_an_answer_are_bounded() -> None:
 
 
 async def test_fields_that_would_change_the_values_are_refused_by_name(stack: Stack) -> None:
-    """The older names of use_activation are not ignored."""
     for path, field in (("/pooling", "activation"), ("/classify", "normalize"), ("/pooling", "softmax")):
         status, error = await stack.refusal(path, **{"input": "a", field: False})
         assert (status, error["message"]) == (400, f"{field}=false is not supported: send 'use_activation'")

@@ -68,20 +68,12 @@ async def test_the_answer_fits_the_clients_type_and_habits_are_tolerated(stack: 
     ],
 )
 async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[int]] | None) -> None:
-    """Results come in the order of the inputs."""
     body = await stack.post(URL, input=sent)
     if prompts is not None:
         assert sorted(list(request.prompt_token_ids) for request in stack.scheduler.pooled) == sorted(prompts)
         assert [entry["embedding"][:2] for entry in body["data"]] == [[len(p), p[0]] for p in prompts]
     assert [entry["index"] for entry in body["data"]] == list(range(len(body["data"])))
     assert body["usage"]["prompt_tokens"] == sum(entry["embedding"][0] for entry in body["data"])
-
-
-async def test_more_inputs_than_run_at_once(stack: Stack) -> None:
-    """All inputs are answered, each under its own id."""
-    body = await stack.post(URL, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
-    assert [entry["embedding"][1] for entry in body["data"]] == list(range(1, 101))
-    assert len({request.request_id for request in stack.scheduler.pooled}) == 100
 
 
 async def test_base64(stack: Stack) -> None:
@@ -152,7 +144,6 @@ async def test_inputs_can_be_truncated(stack: Stack) -> None:
 
 
 async def test_dimensions_are_the_schedulers_to_check(stack: Stack) -> None:
-    """They reach the scheduler, whose refusal names the parameter."""
     await stack.post(URL, input="x", dimensions=2)
     assert stack.scheduler.pooled[0].dimensions == 2
     stack.scheduler.refuse_pool = lambda _: Unsupported("dimensions=3: cannot be cut", param="dimensions")
@@ -173,7 +164,6 @@ async def test_one_failure_fails_the_request(stack: Stack) -> None:
 
 
 async def test_a_client_that_disconnects_cancels_its_requests(stack: Stack) -> None:
-    """The scheduler sees its calls end."""
     stack.scheduler.pool_gate.clear()
     asking = asyncio.create_task(stack.http.post(URL, json={"input": [[1], [2]]}))
     await stack.scheduler.until(lambda: len(stack.scheduler.pooled) == 2)
@@ -183,7 +173,6 @@ async def test_a_client_that_disconnects_cancels_its_requests(stack: Stack) -> N
 
 
 async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) -> None:
-    """Embedding models refuse chats and completions, and generating models refuse embeddings."""
     bodies = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
         "/v1/completions": {"prompt": "hi"},

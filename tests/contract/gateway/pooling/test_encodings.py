@@ -146,7 +146,6 @@ async def test_a_conversation_is_one_input(stack: Stack, path: str) -> None:
     ],
 )  # fmt: skip
 async def test_an_invalid_form_is_refused(stack: Stack, body: dict[str, Any], param: str, text: str) -> None:
-    """The error names the parameter and what to change."""
     status, error = await stack.refusal("/v1/embeddings", **body)
     assert (status, error["param"]) == (400, param)
     assert text in error["message"]

@@ -74,7 +74,6 @@ async def test_one_text_is_scored_with_many(stack: Stack, names: tuple[str, str]
 
 
 async def test_texts_are_scored_one_by_one(stack: Stack) -> None:
-    """As many texts on both sides make as many pairs."""
     await stack.post("/score", text_1=["a", "b c"], text_2=["d", "e"], use_activation=False)
     sent = [list(each.prompt_token_ids) for each in stack.scheduler.pooled]
     assert sorted(sent) == sorted([pair("a", "d")[0], pair("b c", "e")[0]])
@@ -82,7 +81,6 @@ async def test_texts_are_scored_one_by_one(stack: Stack) -> None:
 
 
 async def test_the_best_documents_come_first(stack: Stack) -> None:
-    """With their places in the request and, unless unwanted, their texts."""
     body = await stack.post(
         "/rerank", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     )
@@ -221,14 +219,12 @@ async def test_an_invalid_request_is_refused(
 async def test_cosines_take_no_options_of_cross_encoders(
     embedder: Stack, field: str, value: Any, text: str
 ) -> None:
-    """An embedding model refuses them by name."""
     status, error = await embedder.refusal("/score", **{"text_1": "a", "text_2": "b", field: value})
     assert (status, error["param"]) == (400, field)
     assert text in error["message"]
 
 
 async def test_a_generating_model_scores_nothing() -> None:
-    """The refusal names the routes of models that generate."""
     async with running_stack("Paris") as generating:
         for path, body in (
             ("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]}),
@@ -346,7 +342,6 @@ async def test_documents_may_be_objects_as_in_coheres_client(colbert: Stack) -> 
 async def test_options_that_would_change_scores_are_refused(
     colbert: Stack, body: dict[str, Any], param: str, text: str
 ) -> None:
-    """By name, on every path."""
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         status, error = await colbert.refusal(path, query="q", **body)
         assert (status, error["param"]) == (400, param)

@@ -127,7 +127,6 @@ async def test_a_stream_has_every_event_in_order(stack: Stack) -> None:
 
 
 async def test_a_collected_response_has_the_same_items(stack: Stack) -> None:
-    """As the stream's last event, but for ids."""
     stack.reply_with(FULL)
     whole = await create(stack, tools=TOOLS)
     streamed = (await stream(stack, tools=TOOLS))[-1].response
@@ -153,7 +152,6 @@ async def test_an_answer_cut_at_its_limit_is_incomplete(stack: Stack) -> None:
 
 
 async def test_an_empty_answer_has_an_empty_message(stack: Stack) -> None:
-    """Clients find a message to read."""
     stack.reply_with("")
     events = await stream(stack)
     assert kinds(events) == ["created", "in_progress", *MESSAGE[:2], MESSAGE[3], *CLOSED, "completed"]
@@ -330,14 +328,12 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
 async def test_refusals_name_the_parameter(
     stack: Stack, body: dict[str, Any], param: str, words: str
 ) -> None:
-    """In OpenAI's form, with the client's own names."""
     status, error = await stack.refusal(PATH, **{"input": "hi", **body})
     assert (status, error["param"]) == (400, param), error
     assert words in error["message"]
 
 
 async def test_stored_responses_do_not_exist(client: openai.AsyncOpenAI) -> None:
-    """Reading, deleting and cancelling are answered clearly."""
     for call in (
         client.responses.retrieve("resp_1"),
         client.responses.delete("resp_1"),

@@ -92,7 +92,6 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
 
 
 async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler) -> None:
-    """After the resume timeout the request fails with a retryable error."""
     scheduler.pause_after = 4
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.2) as client:
         group = EventReader(client.submit([request("a")]))
@@ -135,7 +134,6 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
 async def test_an_unexpected_exception_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug while events are delivered costs only a reconnect."""
     works, faults = InFlightRequests.deliver, [RuntimeError("a bug")]
 
     def fails_once(table: InFlightRequests, given: inference.ConnectResponse, **options: bool) -> None:
@@ -194,7 +192,6 @@ async def test_requests_that_outlive_their_patience_name_the_other_schema(schedu
 
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
-    """A request that another client aborted does not look finished."""
     table = InFlightRequests(Outbox(), StartupQueue(), resume_timeout_s=1.0)
     group = EventReader(table.submit([request("a")]))
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
@@ -221,7 +218,6 @@ async def test_model_load_and_tokenizer(scheduler: FakeScheduler, tmp_path: Path
 async def test_a_flood_of_tokenizer_files_is_refused(
     scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
-    """A scheduler that sends too much does not fill the disk."""
     monkeypatch.setattr(client_module, limit, value)
     async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(ConfigurationRefused, match=r"more than .* tokenizer files or .* MiB"):
@@ -246,7 +242,6 @@ async def test_unsafe_tokenizer_file_names_are_refused(
 
 
 async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler, port: int) -> None:
-    """It fails with the scheduler's own error."""
     scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=2000)
     async with serving(scheduler, port), started(port, startup_queue=StartupQueue(max_requests=1)) as client:
         EventReader(client.submit([request("a")]))

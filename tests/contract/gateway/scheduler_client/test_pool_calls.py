@@ -81,7 +81,6 @@ async def test_a_call_without_room_waits_for_the_others(scheduler: FakeScheduler
 
 
 async def test_calls_have_no_deadline(scheduler: FakeScheduler, port: int) -> None:
-    """The scheduler's own bounds hold, as for requests that generate."""
     async with serving(scheduler, port), started(port) as client:
         await client.pool([pool_request()], vector_size=4)
     assert scheduler.pool_deadlines == [None]

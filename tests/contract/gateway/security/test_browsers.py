@@ -34,7 +34,6 @@ async def serving(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_by_default_other_origins_are_not_served_and_no_answer_is_guessed_to_be_a_page() -> None:
-    """No answer allows another origin, and all of them have the header against guessing."""
     async with serving() as http:
         for path, status in (("/version", 200), ("/nothing", 404)):
             response = await http.get(path, headers={"Origin": PAGE})
@@ -112,7 +111,6 @@ async def test_the_folder_of_the_pages_has_nothing_else() -> None:
 
 
 async def test_the_pages_can_be_left_out() -> None:
-    """As in vLLM, the document goes with them."""
     async with serving(disable_fastapi_docs=True) as http:
         for path in ("/docs", "/redoc", "/openapi.json", "/docs/files/swagger-ui.css"):
             assert (await http.get(path)).status_code == 404

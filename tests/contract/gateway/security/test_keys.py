@@ -117,6 +117,8 @@ async def test_the_key_decides_tenant_priority_and_salt(stack: Stack) -> None:
     salts = [request.cache_salt for request in stack.scheduler.requests]
     assert len(set(salts)) == 6
     assert {len(salt) for salt in salts} == {64}
+    ignored = bearer("sk-plain") | {b"X-Tenant": b"x" * 1000}
+    assert (await chat(stack, ignored)).status_code == 200
 
 
 async def test_requests_per_minute(stack: Stack) -> None:

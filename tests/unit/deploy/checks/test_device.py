@@ -31,7 +31,6 @@ def doctor(*flags: str, path: str = "", **variables: str) -> Found:
 
 
 def test_a_rank_is_checked_alone() -> None:
-    """Its sizes need no other rank."""
     code, found = doctor("--device", "cpu", "--tensor-parallel-size", "2")
     assert (code, found["attention"][0]) == (0, "ok")
 
@@ -62,7 +61,6 @@ def test_the_vendors_stack_is_checked(with_fakes: Found) -> None:
 
 @pytest.mark.slow
 def test_triton_kernels_are_checked() -> None:
-    """The vendor's modules declare six operators, and graphs name no other."""
     code, found = doctor("--device", "rbln", path=str(PACKAGES), RBLN_USE_CUSTOM_KERNEL="1")
     assert code == 0, found
     assert "differs from the CPU" in found["attention"][1]
@@ -82,10 +80,7 @@ PARITY = (
     ids=["cpu", "rbln-check"],
 )
 def test_a_made_up_model_equals_the_reference(flags: tuple[str, ...], reused: int) -> None:
-    """Chunks, every bucket and prefix hits agree with transformers, to a few rounding errors.
-
-    An NPU's hits end at whole chunks.
-    """
+    """Chunks, every bucket and prefix hits agree with transformers, to a few rounding errors."""
     check_parity(doctor("--parity", "--no-compile-cache", *flags), reused)
 
 
@@ -144,6 +139,5 @@ def test_worker_that_cannot_copy_is_a_note(tmp_path: Path) -> None:
 def test_flags_that_contradict_each_other_are_refused(
     flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, before anything is checked."""
     assert main(list(flags)) == 2
     assert reason in capsys.readouterr().err

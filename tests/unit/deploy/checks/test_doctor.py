@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,16 +76,6 @@ def test_certificates_near_their_end_are_noted_and_ended_ones_refused(
         assert f"--ssl-certfile: the certificate in {paths.cert} end" in found["certificates"][1]
     if days < 0:
         assert found["gateway"] == ("FAILED", found["certificates"][1])
-
-
-def test_a_port_in_use_stops_a_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reason names the port, as the service's own line would."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        code, content = report(capsys, "scheduler", f"--port={port}")
-    assert code == 2
-    assert checks(content)["scheduler"] == ("FAILED", content["error"])
-    assert str(port) in content["error"]
 
 
 @pytest.fixture(scope="module")
@@ -196,34 +185,11 @@ def test_a_refused_variable_is_a_failure(
     assert checks(content)["environment"][0] == "FAILED"
 
 
-def test_a_bad_flag_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, one line, and the same text in the object."""
-    assert doctor.main(["scheduler", "--max-num-seq=4", "--json"]) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith(
-        "triptych doctor: unrecognized arguments: --max-num-seq; did you mean --max-num-seqs"
-    )
-    content = json.loads(printed.out)
-    assert (content["starts"], content["error"]) == (False, line.removeprefix("triptych doctor: "))
-
-
 def test_an_unknown_command_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    """The line names the one that was meant."""
     assert doctor.main(["srve", "smollm2"]) == 2
     assert capsys.readouterr().err == (
         "triptych doctor: srve is not a command that can be checked; use serve\n"
     )
-
-
-def test_links_of_kubernetes_are_no_settings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A service that is called triptych gives every pod such variables."""
-    monkeypatch.setenv("TRIPTYCH_SERVICE_HOST", "10.0.0.1")
-    monkeypatch.setenv("TRIPTYCH_PORT_8000_TCP_ADDR", "10.0.0.1")
-    _, content = report(capsys, "scheduler", "--port=0")
-    assert checks(content)["environment"][0] == "ok"
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,6 @@ def test_a_right_answer_agrees(folder: Path) -> None:
 
 
 def test_another_token_is_found(folder: Path) -> None:
-    """The step, both tokens and the advice are in the text."""
     answer = right_answer(folder)
     answer.tokens[3] = (answer.tokens[3] + 1) % 256
     with pytest.raises(CheckFailed, match=r"step 3 after a prompt of 4 tokens: .* try --dtype float32"):
@@ -52,7 +51,6 @@ def test_another_token_is_found(folder: Path) -> None:
 
 @pytest.mark.parametrize("value", [-0.5, float("nan")])
 def test_wrong_log_probabilities_are_found(folder: Path, value: float) -> None:
-    """Also in half precision, and also if they are no numbers."""
     answer = right_answer(folder)
     answer.logprobs[2].logprob = value
     with pytest.raises(CheckFailed, match="step 2 after a prompt of 4 tokens"):

@@ -28,7 +28,6 @@ def run(cache: CompileCache, *arguments: str) -> int:
 
 
 def test_list_shows_every_entry(cache: CompileCache, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table and the JSON have all entries."""
     assert run(cache, "list") == 0
     shown = capsys.readouterr().out
     assert all(key in shown for key in cache.entries())
@@ -42,7 +41,6 @@ def test_list_shows_every_entry(cache: CompileCache, capsys: pytest.CaptureFixtu
 
 
 def test_an_empty_cache_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names the command."""
     (tmp_path / "empty").mkdir()
     assert main(["--compile-cache-dir", str(tmp_path / "empty"), "list"]) == 0
     assert "triptych compile" in capsys.readouterr().out
@@ -64,7 +62,6 @@ def test_verify_finds_damage_and_prune_removes_it(
 def test_prune_removes_selected_and_old_entries(
     cache: CompileCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command prints each removed entry and refuses an unknown name."""
     first, second = cache.entries()
     assert run(cache, "prune", "--older-than-days", "1") == 0
     assert cache.entries() == [first, second]
@@ -79,7 +76,6 @@ def test_prune_removes_selected_and_old_entries(
 def test_export_copies_intact_entries(
     cache: CompileCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All intact entries or the selected ones are copied; a second export changes nothing."""
     damaged, intact = cache.entries()
     (cache.root / damaged / "kernel.py").unlink()
     target = CompileCache(tmp_path / "there")
@@ -98,6 +94,5 @@ def test_a_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_key_depends_on_every_field() -> None:
-    """Each field changes the key; their order does not."""
     assert key_of(FIELDS) == key_of(dict(reversed(FIELDS.items())))
     assert len({key_of({**FIELDS, name: "other"}) for name in FIELDS} | {key_of(FIELDS)}) == 1 + len(FIELDS)

@@ -29,7 +29,6 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_bash_completes_commands_flags_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a real bash."""
     file = tmp_path / "triptych.bash"
     file.write_text(script("bash", capsys))
     offered = {
@@ -55,7 +54,6 @@ def test_bash_completes_commands_flags_and_values(tmp_path: Path, capsys: pytest
 def test_other_shells_get_the_same_words(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The shell itself reads the script where it is installed."""
     text = script(shell, capsys)
     for word in ("keep-worker", "max-num-seqs", "rbln", "standby-workers", "smollm2", "parity"):
         assert word in text

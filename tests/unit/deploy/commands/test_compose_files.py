@@ -22,7 +22,6 @@ pet-1.0.dist-info/direct_url.json,sha256=f,5
 
 
 def test_a_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkout needs no copy, so the command writes nothing."""
     assert cli.main(["compose-files", str(tmp_path / "out")]) == 1
     assert "a checkout has them already, in " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

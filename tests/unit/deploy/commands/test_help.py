@@ -55,7 +55,6 @@ def test_what_a_word_names(word: str, expected: str, absent: str, capsys: pytest
 
 @pytest.mark.parametrize("command", ["serve", "up"])
 def test_help_is_one_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The twenty settings that people use, and where the rest is."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     lines = capsys.readouterr().out.splitlines()
@@ -70,7 +69,6 @@ def test_help_is_one_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("command", ["serve", "gateway", "scheduler", "worker"])
 def test_help_all_has_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under headings, as `--help=all`."""
     assert "usage" in (everything := printed(capsys, command, "all"))
     with pytest.raises(SystemExit):
         cli.main([command, "--help-all"])

@@ -67,7 +67,6 @@ def test_a_failing_pip_adds_one_line(pip_calls: list[list[str]], capsys: pytest.
 
 
 def test_an_unknown_service_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """The message lists the services."""
     with pytest.raises(SystemExit) as stopped:
         cli.main(["install", "torch"])
     assert stopped.value.code == 2

@@ -86,7 +86,6 @@ def test_serve_listens_where_vllm_serve_does() -> None:
     ],
 )
 def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command's name, what was wrong, and what to change."""
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err == f"triptych {line.split(maxsplit=1)[0]}: {refusal}\n"
 
@@ -122,11 +121,3 @@ def test_files_have_the_styles_of_vllm(text: str, expected: dict[str, object] | 
         return
     settings = load(LaunchSettings, ["--config", str(path)], VllmFlags())
     assert {name: getattr(settings, name) for name in settings.model_fields_set} == {"model": "m", **expected}
-
-
-def test_a_word_too_many_is_named_alone() -> None:
-    """The first one is the model."""
-    with pytest.raises(
-        ConfigurationRefused, match=r"^unrecognized arguments: true; m is the model, and a switch"
-    ):
-        load(LaunchSettings, ["m", "--enable-prefix-caching", "true"], VllmFlags())

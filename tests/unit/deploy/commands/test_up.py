@@ -1,7 +1,6 @@
 """`triptych up` before it starts any service: bad settings, ports, and the example request."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -43,20 +42,6 @@ def test_a_bad_setting_is_one_clear_line(
     assert fragment in lines[0]
 
 
-def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A taken HTTP port is reported before any service starts."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert (
-            up.main(["--model", str(tmp_path), "--port", str(port), "--run-dir", str(tmp_path / "run")]) == 2
-        )
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert f"port {port}" in error
-    assert "--port" in error
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["secure"]
-
-
 def test_what_has_no_effect_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +62,6 @@ def test_what_has_no_effect_is_named(
 
 
 def test_the_example_request_fits_the_model() -> None:
-    """A pooling model gets no chat request."""
     for tasks, path in (
         (["EMBED"], "/v1/embeddings"), (["CLASSIFY", "SCORE"], "/score"), (["CLASSIFY"], "/pooling"), (["TOKEN_EMBED"], "/pooling"),
     ):  # fmt: skip
@@ -88,7 +72,6 @@ def test_the_example_request_fits_the_model() -> None:
 
 
 def test_the_example_request_sends_a_key_where_it_needs_one(tmp_path: Path) -> None:
-    """The key itself is never printed."""
     files = SecureFiles.in_folder(tmp_path)
     made = {"ssl_certfile": files.http_cert, "api_key_file": files.api_keys}
     plain = LaunchSettings(api_key=())

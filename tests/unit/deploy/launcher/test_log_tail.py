@@ -21,7 +21,6 @@ def test_other_lines_stay_as_they_are() -> None:
 
 
 def test_last_lines_of_a_missing_or_short_log(tmp_path: Path) -> None:
-    """A short or missing log gives fewer lines and no error."""
     log = tmp_path / "worker-0.log"
     assert last_lines(log, 3) == []
     log.write_text("one\n\ntwo\n")
@@ -62,7 +61,6 @@ def test_progress_becomes_readable_text() -> None:
 
 
 def test_a_tail_starts_anew_when_the_log_was_rotated(tmp_path: Path) -> None:
-    """Lines after the rotation are not lost."""
     log = tmp_path / "worker-0.log"
     log.write_text("one\ntwo\n")
     tail = LogTail(log)

@@ -30,19 +30,12 @@ def test_each_rank_of_each_replica_is_a_worker() -> None:
 
 
 def test_workers_are_named_by_replica_and_rank(tmp_path: Path) -> None:
-    """A replica of one rank has its number alone."""
     for flags, names in (
         ([*SPLIT, "--workers", "2"], ["worker-0-rank-3", "worker-1-rank-0"]),
         (["--workers", "5"], ["worker-3", "worker-4"]),
     ):
         settings = load(LaunchSettings, [*flags, "--port=0"])
         assert [spec.name for spec in StackPlan.make(settings, tmp_path).workers[3:5]] == names
-
-
-def test_one_rank_needs_no_meeting_place() -> None:
-    """A replica of one rank is started as ever."""
-    settings = load(LaunchSettings, ["--workers", "2"])
-    assert not any(flag.startswith(("--rank", "--master", "--replica-id")) for flag in worker_flags(settings))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,6 @@ def test_a_worker_of_ones_own_says_what_is_missing(flags: list[str], reason: str
 
 @pytest.mark.parametrize("master", ["[::1]:1", "host-a:65535", "10.0.0.1:29500"])
 def test_a_meeting_place_has_a_host_and_a_port(master: str) -> None:
-    """Names and addresses of both families are accepted."""
     settings = load(WorkerSettings, ["--model", "any", "--master", master])
     assert settings.master == master
 

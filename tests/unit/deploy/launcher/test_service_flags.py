@@ -54,13 +54,6 @@ def test_each_service_gets_its_own_settings() -> None:
     }  # fmt: skip
 
 
-def test_unset_settings_are_omitted() -> None:
-    """The services' own defaults hold where the launcher has no value."""
-    assert set(scheduler()) == {
-        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json", "--expect-model=smollm2",
-    }  # fmt: skip
-
-
 # Settings of TLS go together.
 _TLS = ["--grpc-tls-ca=/ca.pem", "--grpc-tls-cert=/cert.pem", "--grpc-tls-key=/key.pem"]
 
@@ -108,7 +101,6 @@ PASSED_ON = [
 def test_a_service_reads_the_value_that_up_was_given(
     service: type[ServiceSettings], flags: Any, name: str
 ) -> None:
-    """The launcher passes each setting on unchanged."""
     arguments = ARGUMENTS.get(name) or [sample(service, name)]
     given = load(LaunchSettings, arguments)
     value = getattr(given, name)
@@ -185,7 +177,6 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several workers take one visible device each, in turn."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     cuda = load(LaunchSettings, ["--device", "cuda", "--workers", "3"])
     assert [service_flags.worker_environment(cuda, index) for index in range(3)] == [
@@ -245,7 +236,6 @@ def test_listed_npus_are_divided(variable: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("all_npus")
 def test_the_older_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the vendor's runtime."""
     monkeypatch.setenv("RBLN_DEVICES", "1,0")
     monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "2,3")
     assert npus("--workers", "2") == [{"RBLN_DEVICES": "1"}, {"RBLN_DEVICES": "0"}]

@@ -32,7 +32,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("service", "name"), SETTINGS)
 def test_a_setting_of_a_service_is_a_setting_of_up(service: type[ServiceSettings], name: str) -> None:
-    """Type, bounds, description, default, heading and reference name are the service's."""
     theirs, ours = service.model_fields[name], LaunchSettings.model_fields[name]
     for attribute in ("annotation", "metadata", "description", "default", "default_factory"):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
@@ -42,7 +41,6 @@ def test_a_setting_of_a_service_is_a_setting_of_up(service: type[ServiceSettings
 
 
 def test_help_lists_every_setting_but_the_fixed_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    """A fixed setting has no flag; all others have one."""
     with pytest.raises(SystemExit):
         load(LaunchSettings, ["--help-all"])
     words = capsys.readouterr().out.replace(",", " ").split()

@@ -48,7 +48,6 @@ def test_a_stack_has_its_http_port_alone(tmp_path: Path) -> None:
 
 
 def test_two_stacks_need_two_http_ports_alone() -> None:
-    """No other port of theirs is fixed."""
     with free_ports(settings("--workers", "2")), free_ports(settings("--workers", "2")):
         pass
 
@@ -79,7 +78,6 @@ def test_a_stack_on_a_unix_socket_has_no_port(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_expects_the_model_that_was_asked_for(tmp_path: Path) -> None:
-    """It is known by the name that the worker gives it."""
     (tmp_path / "models" / "mine").mkdir(parents=True)
     for model, name in ((str(tmp_path / "models" / "mine"), "mine"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         plan = StackPlan.make(settings(model), tmp_path)
@@ -87,7 +85,6 @@ def test_the_scheduler_expects_the_model_that_was_asked_for(tmp_path: Path) -> N
 
 
 def test_one_gateway_needs_no_second_port() -> None:
-    """It has one if it was given one."""
     with free_ports(settings()) as ports:
         assert ports.metrics == (None,)
         free = ports.http
@@ -104,7 +101,6 @@ def after_a_free_port() -> int:
 
 
 def test_gateways_have_consecutive_metrics_ports() -> None:
-    """A taken one is refused with the flag to change."""
     with socket.create_server(("127.0.0.1", after_a_free_port())) as taken:
         port = taken.getsockname()[1]
         flags = ("--gateways", "2", "--metrics-port", str(port - 1))
@@ -140,7 +136,6 @@ def test_a_start_that_only_looks_keeps_no_other_from_the_run_dir(
 
 
 def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """The message names the folder."""
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigurationRefused, match="cannot write to the run dir"),
@@ -179,7 +174,6 @@ def test_the_lock_is_never_a_link(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
-    """The folder can be made, and nothing be written into it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -197,7 +191,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def test_sockets_are_in_the_run_dir(tmp_path: Path) -> None:
-    """Their folder is absolute, wherever the launcher was started."""
     with socket_folder(tmp_path) as folder:
         assert folder == tmp_path
     with socket_folder(Path("run")) as folder:
@@ -214,7 +207,6 @@ def test_a_long_run_dir_has_its_sockets_elsewhere(tmp_path: Path) -> None:
 
 
 def test_metrics_ports_end_with_the_last_port() -> None:
-    """The third gateway's would be 65536."""
     assert settings("--gateways", "2", "--metrics-port", "65534").metrics_port == 65534
     with pytest.raises(ConfigurationRefused, match="--metrics-port 65534 leaves no port"):
         settings("--gateways", "3", "--metrics-port", "65534")

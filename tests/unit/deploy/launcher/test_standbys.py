@@ -88,7 +88,6 @@ async def test_no_standby_is_prepared_before_the_stack_serves(tmp_path: Path) ->
 
 
 async def test_a_service_that_is_no_worker_restarts_by_itself(tmp_path: Path) -> None:
-    """A standby becomes a worker only."""
     gateway, reports = spec(tmp_path, "gateway", FOREVER), Reports()
     supervisor = Supervisor([[gateway]], reports, policy=QUICK, standbys=standbys(tmp_path, reports))
     async with supervised(supervisor):

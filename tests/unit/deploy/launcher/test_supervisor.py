@@ -156,7 +156,6 @@ async def test_a_child_runs_although_its_files_cannot_be_written(
 async def test_a_child_runs_although_standard_error_is_on_the_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is missing then stays unsaid."""
     child = Child(spec(tmp_path / "missing", "worker-0", "import signal; signal.pause()"))
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr(
@@ -199,7 +198,6 @@ NOISE = "print('noise ' * 400_000, file=sys.stderr)"
 async def test_a_refusal_ends_the_start_with_its_whole_reason(
     tmp_path: Path, code: str, expected: str
 ) -> None:
-    """Whatever the service writes later. All children stop."""
     other = spec(tmp_path, "scheduler", FOREVER)
     bad = spec(tmp_path, "worker-0", f"import sys\n{code}\nsys.exit(2)")
     bad.log.write_text("triptych worker: of an earlier process\n" if expected.startswith("triptych") else "")
@@ -211,7 +209,6 @@ async def test_a_refusal_ends_the_start_with_its_whole_reason(
 
 
 async def test_a_failure_is_told_before_the_services_stop(tmp_path: Path) -> None:
-    """Their ends may take long."""
     busy = spec(tmp_path, "scheduler", "import signal; signal.signal(15, signal.SIG_IGN); " + FOREVER)
     code = (
         "import pathlib, sys, time\n"
@@ -275,7 +272,6 @@ async def test_a_served_stack_keeps_trying_a_service_that_refuses(tmp_path: Path
 
 
 async def test_stops_stage_by_stage(tmp_path: Path) -> None:
-    """A stage is terminated only after the stage before it has exited."""
     order = tmp_path / "order"
     polite = (
         "import signal, sys, time\n"
@@ -345,7 +341,6 @@ async def test_only_ctrl_c_hurries_a_stop(
 
 
 async def test_a_service_that_was_asked_to_stop_is_one_line(tmp_path: Path) -> None:
-    """It did not die, and its log says nothing more."""
     code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); " + FOREVER
     child, reports = spec(tmp_path, "scheduler", code), Reports()
     supervisor = Supervisor([[child]], reports, policy=QUICK)
@@ -383,7 +378,6 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_children_die_with_a_killed_launcher() -> None:
-    """A service does not outlive its launcher, even if the launcher is killed."""
     child = (
         "import os, signal; from deploy.launcher.process import die_with_launcher; "
         "die_with_launcher(os.environ); print(os.getpid(), flush=True); signal.pause()"

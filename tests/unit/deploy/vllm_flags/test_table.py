@@ -23,7 +23,6 @@ def test_the_lists_are_complete() -> None:
 
 
 def test_names_belong_to_one_flag() -> None:
-    """Short names, too."""
     assert len(BY_NAME) == sum(1 + len(flag.short) for flag in FLAGS.values())
 
 

@@ -89,7 +89,6 @@ def notes(theirs: str) -> list[str]:
     ],
 )
 def test_a_flag_without_the_same_effect_is_noted(theirs: str, note: str) -> None:
-    """One line says what the flag is here."""
     (line,) = notes(theirs)
     assert line.startswith(note)
 
@@ -125,7 +124,6 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
     ],
 )
 def test_refusals_are_one_line(theirs: str, refusal: str) -> None:
-    """The refusal names the flag and what to use instead."""
     with pytest.raises(ConfigurationRefused, match=rf"^{refusal}") as caught:
         VllmFlags().translate(theirs.split())
     assert "\n" not in str(caught.value)
@@ -135,7 +133,6 @@ def test_refusals_are_one_line(theirs: str, refusal: str) -> None:
     "flag", [flag for flag in FLAGS.values() if flag.kind == "ignored"], ids=lambda flag: flag.name
 )
 def test_every_other_flag_of_vllm_has_no_effect(flag: Flag) -> None:
-    """Alone and among ours, in each of its spellings."""
     values = {"switch": [], "value": ["1"], "values": ["1", "2"]}[flag.form]
     for name in (flag.name, flag.name.replace("-", "_").replace("__", "--", 1), *flag.short):
         flags = VllmFlags()

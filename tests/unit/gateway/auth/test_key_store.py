@@ -53,25 +53,6 @@ def test_keys_of_settings() -> None:
     assert caller(keys) is caller(keys, "") is caller(keys, "on", "onee", "TWO") is None
 
 
-def test_an_admin_key_alone_closes_nothing() -> None:
-    """Other requests need no key, and the admin's share prefixes with them."""
-    keys = ring("--admin-api-key", "root")
-    assert not keys.guards
-    assert caller(keys, "root") == Caller("admin", is_admin=True)
-    assert not ring().guards
-
-
-def test_keys_of_a_file(tmp_path: Path) -> None:
-    """A key is plain or hashed; its tenant is its name unless it has one."""
-    path = tmp_path / "keys.yaml"
-    path.write_text(YAML)
-    keys = ring("--api-key", "one", "--api-key-file", str(path))
-    assert caller(keys, PLAIN) == Caller("chat", "team-1", False, (0, 10), False, True)
-    assert caller(keys, "sk-ops") == Caller("ops", "ops", True, (0, 0), True, True)
-    assert caller(keys, "one") is not None
-    assert PLAIN not in repr(keys.find([PLAIN]))
-
-
 async def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys come and go; a key that stays remembers what it has used; a bad file changes nothing."""
     path = tmp_path / "keys.yaml"
@@ -214,7 +195,6 @@ def test_a_wrong_file_is_refused(tmp_path: Path, content: str, reason: str) -> N
 
 @pytest.mark.parametrize("entry", [{"name": "api-key-1", "key": "x"}, {"name": "b", "key": "one"}])
 def test_a_file_repeats_no_key_of_the_settings(tmp_path: Path, entry: dict[str, str]) -> None:
-    """Neither its name nor the key."""
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [entry]}))
     with pytest.raises(ConfigurationRefused, match="the settings have a key like"):
@@ -223,27 +203,6 @@ def test_a_file_repeats_no_key_of_the_settings(tmp_path: Path, entry: dict[str, 
 
 A = Caller(name="a", tenant="tenant-a", may_name_tenant=False, priorities=(0, 5), is_isolated=True)
 PROXY = Caller(name="proxy", tenant="proxy", may_name_tenant=True, is_isolated=True)
-
-
-@pytest.mark.parametrize(
-    ("caller", "header", "priority", "expected"),
-    [
-        (ANYONE, "paid", -7, ("paid", -7)),
-        (ANYONE, None, 0, ("", 0)),
-        (A, "paid", -7, ("tenant-a", 0)),
-        (A, None, 3, ("tenant-a", 3)),
-        (A, None, 9, ("tenant-a", 5)),
-        (PROXY, "paid", -7, ("paid", -7)),
-        (PROXY, None, 0, ("proxy", 0)),
-    ],
-)
-def test_a_key_decides_what_is_believed(
-    caller: Caller, header: str | None, priority: int, expected: tuple[str, int]
-) -> None:
-    """X-Tenant counts only from keys that may name tenants; priorities stay within the key's range."""
-    headers = Headers({} if header is None else {"x-tenant": header})
-    account = caller.account(headers, priority, None)
-    assert (account.tenant, account.priority) == expected
 
 
 def test_isolated_tenants_share_no_salt() -> None:
@@ -259,8 +218,3 @@ def test_isolated_tenants_share_no_salt() -> None:
     assert len(again) == 64
     assert ANYONE.account(Headers({"x-tenant": "a"}), 0, "b") == Account("a", 0, "b")
     assert A.account(Headers({}), 0, None).cache_salt != ""
-
-
-def test_a_tenant_that_does_not_count_is_not_checked() -> None:
-    """A header that is ignored cannot make a request fail."""
-    assert A.account(Headers({"x-tenant": "x" * 1000}), 0, None).tenant == "tenant-a"

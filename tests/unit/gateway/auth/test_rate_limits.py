@@ -30,36 +30,6 @@ def headers_of(limiter: KeyLimiter) -> dict[str, str]:
     return {name.decode().removeprefix("x-ratelimit-"): value.decode() for name, value in limiter.headers()}
 
 
-def test_requests_at_a_time() -> None:
-    """One more than the limit is refused; one that ends makes room."""
-    limiter = limiter_of(Limits(concurrent_requests=2))
-    first, _ = limiter.admit(), limiter.admit()
-    with pytest.raises(Overloaded, match=r"^the key 'a' has 2 requests under way") as refused:
-        limiter.admit()
-    assert refused.value.retry_after_ms == 1000
-    first.end(0)
-    limiter.admit()
-    assert limiter.headers() == []
-
-
-def test_requests_per_minute() -> None:
-    """A minute's requests may come at once; then each comes in its turn, and the error says when."""
-    clock = Clock()
-    limiter = limiter_of(Limits(requests_per_minute=60), clock)
-    for _ in range(60):
-        limiter.admit().end(0)
-    with pytest.raises(Overloaded, match=r"has used its 60 requests per minute; retry in 1\.0 s") as refused:
-        limiter.admit()
-    assert refused.value.retry_after_ms == 1000
-    assert headers_of(limiter) == {
-        "limit-requests": "60", "remaining-requests": "0", "reset-requests": "60.000s",
-    }  # fmt: skip
-    clock.now += 1
-    limiter.admit().end(0)
-    with pytest.raises(Overloaded):
-        limiter.admit()
-
-
 def test_tokens_per_minute() -> None:
     """The prompt is charged before the request runs, its answer when it ends; debt is paid back by time."""
     clock = Clock()
@@ -79,7 +49,6 @@ def test_tokens_per_minute() -> None:
 
 
 def test_a_refused_request_gets_its_tokens_back() -> None:
-    """It ends with no tokens used."""
     limiter = limiter_of(Limits(tokens_per_minute=600))
     admission: Admission = limiter.admit()
     admission.charge(500)
@@ -219,23 +188,14 @@ def test_a_machine_that_starts_anew_charges_no_time(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_is_stopped_with_the_lock_holds_up_no_other(tmp_path: Path) -> None:
-    """They wait a moment, and then count without it."""
     one, two = (SharedLedger(tmp_path).page("a") for _ in range(2))
     limiter = KeyLimiter("a", Limits(1), Clock(), two)
     with one, ThreadPoolExecutor(1) as threads:
         threads.submit(limiter.admit).result(timeout=5)
 
 
-def test_other_users_see_neither_folder(tmp_path: Path) -> None:
-    """The metrics folder, which the ledger's may be made with, is private too."""
-    SharedLedger(tmp_path / "metrics" / "keys")
-    folders = (tmp_path / "metrics", tmp_path / "metrics" / "keys")
-    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
-
-
 @foreign_folders
 def test_a_ledger_that_others_could_change_is_refused(foreign: Foreign, tmp_path: Path) -> None:
-    """They could lift every limit."""
     SharedLedger(tmp_path / "keys")
     words = foreign(tmp_path / "keys")
     with pytest.raises(
@@ -245,7 +205,6 @@ def test_a_ledger_that_others_could_change_is_refused(foreign: Foreign, tmp_path
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line names the setting."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationRefused, match=r"^--metrics-folder: cannot count in .*choose another"):
         SharedLedger(tmp_path / "file")

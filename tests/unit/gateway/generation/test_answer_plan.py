@@ -49,10 +49,7 @@ def opened(served: ServedModel, **fields: Any) -> AnswerPlan:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constraint_allows_thinking_before_the_answer(qwen: ServedModel, kind: str) -> None:
-    """The answer behind the thinking must match, whatever the thinking says.
-
-    An answer is not taken for thinking.
-    """
+    """The answer behind the thinking must match, whatever the thinking says."""
     fields, good, bad = KINDS[kind]
     plan = plan_answer(settings(), qwen, chat(**fields), [1])
     assert plan.constraint is not None
@@ -81,13 +78,6 @@ def test_a_constraint_allows_optional_calls_instead_of_the_answer(qwen: ServedMo
             assert not accepts(plan.constraint, text)
         assert not accepts(plan.constraint, f"Hm.</think>{bad}")
         assert accepts(plan.constraint, f"Hm.</think>{WRONG_CALL}") == (not wrong or free)
-
-
-def test_without_thinking_the_constraint_is_unchanged(smollm2: ServedModel) -> None:
-    """A model that does not think gets the client's constraint itself."""
-    body = chat(response_format={"type": "json_object"})
-    plan = plan_answer(settings(), smollm2, body, [1])
-    assert (plan.constraint, plan.constraint_param) == (body.constraint(), "response_format")
 
 
 @pytest.mark.parametrize("parser", ["pythonic", "mistral"])
@@ -142,7 +132,6 @@ def test_a_constraint_with_a_required_call_is_refused(qwen: ServedModel, choice:
 def test_an_unreadable_constraint_is_an_invalid_argument(
     qwen: ServedModel, tools: list[Any], asked: dict[str, Any], words: str
 ) -> None:
-    """Broken JSON and extreme nesting are refused under the client's parameter."""
     with pytest.raises(InvalidArgument, match=words) as caught:
         opened(qwen, tools=tools, structured_outputs=asked)
     assert caught.value.param == "structured_outputs"
@@ -156,7 +145,6 @@ def test_many_choices_fit_into_one_tag(qwen: ServedModel) -> None:
 
 
 def test_large_numbers_in_a_schema_keep_their_digits(qwen: ServedModel) -> None:
-    """No reader rounds a number on its way to the worker."""
     plan = opened(qwen, structured_outputs={"json": '{"const": 123456789012345678901234567890}'})
     assert plan.constraint is not None
     assert "123456789012345678901234567890" in plan.constraint.structural_tag
@@ -183,13 +171,6 @@ def test_the_depth_limit_of_a_constrained_tools_schema(qwen: ServedModel, levels
         except TriptychError as error:
             found = error
         assert (found is None) == fits
-
-
-def test_an_ordinary_chat_needs_no_parsing(smollm2: ServedModel) -> None:
-    """Without tools and thinking, the whole text is content."""
-    plan = plan_answer(settings(), smollm2, chat(), [1])
-    assert plan.plain
-    assert (plan.constraint, plan.markers) == (None, frozenset())
 
 
 def test_thinking_is_parsed_without_tools(qwen: ServedModel) -> None:

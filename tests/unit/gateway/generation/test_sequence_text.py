@@ -1,4 +1,4 @@
-"""Log-probabilities, and the count of thinking tokens."""
+"""Events become text, counts, finish reasons and log-probabilities; thinking tokens are counted."""
 
 import math
 from collections.abc import Sequence
@@ -31,19 +31,6 @@ def entry(logprob: float, rank: int, *top: tuple[int, float]) -> pb.TokenLogprob
     )
 
 
-def test_half_a_character_is_reported_by_its_bytes() -> None:
-    """Its text is U+FFFD; the bytes of both halves make the character."""
-    tokens = [TokenReport(2, 0, -1.0), TokenReport(3, 0, -2.0, ((3, -2.0), (1, -3.0)))]
-    found = REPORTER.chat(tokens)
-    assert found is not None
-    first, second = found["content"]
-    assert {first["token"], second["token"]} == {"\ufffd"}
-    assert bytes([*first["bytes"], *second["bytes"]]).decode() == "é"
-    assert second["top_logprobs"] == [
-        {"token": "\ufffd", "logprob": -2.0, "bytes": [0xA9]}, {"token": "a", "logprob": -3.0, "bytes": [97]},
-    ]  # fmt: skip
-
-
 def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
     """Both halves of a character read U+FFFD; the chosen token's value wins."""
     found = REPORTER.completion([TokenReport(2, 0, -5.0, ((3, -0.5), (1, -1.0)))])
@@ -52,13 +39,11 @@ def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
 
 
 def test_infinity_is_a_number() -> None:
-    """JSON has no infinity, so a finite number stands for it."""
     one = TokenReport.from_proto(1, 0, entry(-math.inf, 9, (4, -math.inf)), 1)
     assert (one.logprob, one.top) == (MIN_LOGPROB, ((4, MIN_LOGPROB),))
 
 
 def test_no_more_than_was_asked_for() -> None:
-    """Log-probabilities that only an echo needs are not reported elsewhere."""
     found = entry(-1.0, 4, (4, -0.1), (2, -0.2))
     ((token_id, logprob),) = TokenReport.from_proto(1, 0, found, 1).top
     assert token_id == 4
@@ -72,66 +57,83 @@ def test_no_more_than_was_asked_for() -> None:
     }
 
 
-def test_without_logprobs_the_field_is_null() -> None:
-    """Unrequested log-probabilities are null, as in OpenAI's API."""
-    silent = Reporter(BYTES.__getitem__, wanted=False)
-    assert silent.chat([]) is None
-    assert silent.completion([]) is None
-    assert REPORTER.chat([]) == {"content": []}
+END = 99
 
 
 class LetterDetokenizer:
-    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on.
-
-    Token 26 holds its text back until the next one.
-    """
-
-    def __init__(self) -> None:
-        self.held = ""
+    """A detokenizer for tests: token 1 is "a", 2 is "b" and so on; the end token has text, too."""
 
     def push(self, token_ids: object) -> str:
-        text = ""
-        for token_id in token_ids:  # type: ignore[attr-defined]
-            if token_id == 26:
-                self.held = "z"
-            else:
-                text, self.held = text + self.held + chr(96 + token_id), ""
-        return text
+        return "".join("<end>" if i == END else chr(96 + i) for i in token_ids)  # type: ignore[attr-defined]
 
     def finish(self) -> str:
-        return self.held
+        return ""
 
 
-def event(*tokens: int, reason: int = 0) -> SequenceEvent:
-    logprobs = [entry(-float(token), 1) for token in tokens]
-    return SequenceEvent(tokens, pb.FinishReason.ValueType(reason), logprobs=logprobs)
+def make(
+    stops: tuple[str, ...] = (), *, include: bool = False, min_tokens: int = 0, ids: tuple[int, ...] = ()
+) -> SequenceText:
+    watcher = StopStrings(stops, include_in_output=include) if stops else None
+    return SequenceText(0, 3, LetterDetokenizer(), watcher, min_tokens, include, frozenset(ids))
 
 
-@pytest.mark.parametrize("stops", [(), ("nothing",)])
-def test_offsets_follow_the_text(stops: tuple[str, ...]) -> None:
-    """A token whose text is held back has the offset at which its text will appear."""
-    watcher = StopStrings(stops, include_in_output=False) if stops else None
-    sequence = SequenceText(0, 3, LetterDetokenizer(), watcher, 0, False, frozenset(), num_logprobs=0)
-    first = sequence.push(event(1, 26))
-    last = sequence.push(event(2, 3, reason=pb.FINISH_REASON_LENGTH))
-    assert first.text + last.text == "azbc"
-    assert [token.offset for token in first.tokens + last.tokens] == [0, 1, 1, 3]
-    assert [token.logprob for token in first.tokens + last.tokens] == [-1.0, -26.0, -2.0, -3.0]
-    assert last.finish_reason == "length"
+def event(*tokens: int, reason: int = 0, stop: int | None = None) -> SequenceEvent:
+    return SequenceEvent(tokens, pb.FinishReason.ValueType(reason), stop)
+
+
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("sequence", "arrived", "delta"),
+    [
+        (make(), event(1, 2), Delta(0, "ab")),
+        (make(), event(3, reason=LENGTH), Delta(0, "c", "length")),
+        (make(), event(reason=LENGTH), Delta(0, "", "length")),
+        # The model's end token counts, but has no text and is no stop_reason; a client's stop token is one.
+        (make(), event(1, END, reason=STOP, stop=END), Delta(0, "a", "stop")),
+        (make(ids=(2,)), event(1, 2, reason=STOP, stop=2), Delta(0, "a", "stop", 2)),
+        (make(include=True, ids=(2,)), event(1, 2, reason=STOP, stop=2), Delta(0, "ab", "stop", 2)),
+        # An unset field reads as token 0, which may be one of the client's stop tokens.
+        (make(ids=(0,)), event(1, reason=LENGTH), Delta(0, "a", "length", None)),
+        (make(ids=(0,)), event(1, 0, reason=STOP, stop=0), Delta(0, "a", "stop", 0)),
+        # Hidden text completes no stop string.
+        (make(("<end>",)), event(1, END, reason=STOP, stop=END), Delta(0, "a", "stop", None)),
+    ],
+)
+def test_an_event_becomes_a_delta(sequence: SequenceText, arrived: SequenceEvent, delta: Delta) -> None:
+    """Its tokens become one text, and the last event has the reason."""
+    assert sequence.push(arrived) == delta
+    assert (sequence.num_tokens, sequence.finished) == (len(arrived.token_ids), bool(arrived.finish_reason))
+
+
+def test_a_near_miss_is_shown_at_the_end() -> None:
+    """Text held back for a stop string appears when the sequence ends."""
+    sequence = make(("cd",))
+    assert sequence.push(event(1, 3)).text == "a"
+    assert sequence.push(event(reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "c", "length")
+
+
+def test_min_tokens_come_before_stop_strings() -> None:
+    """The text of the first min_tokens tokens is not part of a match."""
+    sequence = make(("ab",), min_tokens=3)
+    assert sequence.push(event(1, 2, 1)) == Delta(0, "aba")
+    assert sequence.push(event(2)) == Delta(0, "b")
+    assert sequence.push(event(1, 2)) == Delta(0, "", "stop", "ab")
+    assert sequence.num_tokens == 6
 
 
 def test_tokens_behind_a_stop_string_are_not_reported() -> None:
-    """The tokens that complete the stop string count and are reported."""
     watcher = StopStrings(("cd",), include_in_output=False)
     sequence = SequenceText(0, 3, LetterDetokenizer(), watcher, 0, False, frozenset(), num_logprobs=0)
-    delta = sequence.push(event(1, 2, 3, 4, 5, 6))
+    reports = [entry(-float(token), 1) for token in range(1, 7)]
+    delta = sequence.push(SequenceEvent((1, 2, 3, 4, 5, 6), pb.FINISH_REASON_UNSPECIFIED, logprobs=reports))
     assert delta[:4] == Delta(0, "ab", "stop", "cd")[:4]
     assert [token.token_id for token in delta.tokens] == [1, 2, 3, 4]
     assert sequence.num_tokens == 4
 
 
 def test_added_tokens_without_spaces_between_them() -> None:
-    """spaces_between_special_tokens=false joins neighbouring added tokens."""
     words = {1: "one", 2: "two", 8: "<x>", 9: "<y>"}
 
     def decode(token_ids: list[int]) -> str:

@@ -12,10 +12,9 @@ from gateway.generation.generation import Generation, Usage
 from gateway.generation.sequence_text import Delta, Reporter
 from gateway.generation.streaming import AnswerHead
 from gateway.messages_api.schemas import MessageAnswer
-from gateway.messages_api.writer import MessageStreamWriter, message_body, shape
+from gateway.messages_api.writer import MessageStreamWriter, message_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.sampling import SamplingRequest
-from protos import errors
 
 USAGE = Usage(10, 5, 3, 2)
 START = CallStart(0, "call_1", "f")
@@ -114,10 +113,3 @@ def test_a_revoked_call_is_none_to_run() -> None:
     """A stream cannot take its block back, but it does not end with ``tool_use``."""
     events = streamed([START], [CallArguments(0, "{")], [CallRevoked(0, "x")])
     assert events[-2]["delta"]["stop_reason"] == "end_turn"
-
-
-def test_every_error_has_a_type() -> None:
-    """Also a class that is added to the tree; Anthropic's own status goes with its own type."""
-    for cls in errors._BY_CODE.values():
-        shaped = shape(cls("m"))
-        assert (shaped.status == 529) == (shaped.body["error"]["type"] == "overloaded_error")

@@ -218,16 +218,3 @@ def test_refusals(fields: dict[str, Any], error: type[TriptychError], message: s
     with pytest.raises(error) as caught:
         request(**fields)
     assert message in str(caught.value)
-
-
-def test_fields_without_effect_are_ignored_by_name() -> None:
-    """Agents send them always."""
-    habits: dict[str, Any] = {
-        "context_management": {"edits": []}, "service_tier": "auto", "cache_control": {"type": "forever"},
-        "messages": [user(text("hi", citations=[]))], "tools": [{**TOOL, "defer_loading": True}],
-    }  # fmt: skip
-    ignored = IgnoredFields()
-    assert request(ignored=ignored, **habits).max_tokens == 9
-    assert {name.rpartition(".")[2] for name in ignored.names} == {
-        "context_management", "service_tier", "cache_control", "citations", "defer_loading",
-    }  # fmt: skip

@@ -1,6 +1,5 @@
 """Each format is read as its documentation shows it; malformed calls are content."""
 
-import json
 import time
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.answers import AssistantMessage, finish_reason
 from gateway.openai.chat import CollectedMessage
-from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Text
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
@@ -188,7 +187,6 @@ def test_malformed_calls_are_content(name: str, text: str) -> None:
 
 
 def test_deeply_nested_arguments_are_content() -> None:
-    """Such arguments would break their readers."""
     deep = '{"a": ' * (MAX_DEPTH + 1) + "1" + "}" * (MAX_DEPTH + 1)
     text = f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>'
     assert read("hermes", text) == (text, [])
@@ -231,25 +229,6 @@ def test_a_call_that_is_cut_off_stays_a_call() -> None:
     assert finish_reason("length", 1, named=False) == "length"
 
 
-@pytest.mark.parametrize(
-    ("num", "named", "word"), [(0, False, "stop"), (1, False, "tool_calls"), (1, True, "stop")]
-)
-def test_finish_reasons(num: int, named: bool, word: str) -> None:
-    """An answer with calls ends with tool_calls; a named tool's call ends with stop."""
-    assert finish_reason("stop", num, named=named) == word
-
-
-def test_one_call_only() -> None:
-    """Without parallel calls, calls behind the first are dropped."""
-    text = '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}'
-    only = reader("llama3_json", one_call=True)
-    assert _without_ids(CollectedMessage.from_events(only.whole(text)).body(with_reasoning=False)) == (
-        None,
-        [("get_time", "{}")],
-    )
-    assert only.num_calls == 1
-
-
 def test_a_further_malformed_call_is_content() -> None:
     """Without parallel calls the client never saw it begin, so a stream shows its text."""
     good, bad = (
@@ -263,7 +242,6 @@ def test_a_further_malformed_call_is_content() -> None:
 
 
 def test_a_named_tools_answer_is_its_arguments() -> None:
-    """Everything but leading white space is arguments."""
     parser = NamedToolParser(lambda: "call_1", "f")
     assert parser.feed("\n ") == []
     assert parser.feed(' {"a"') == [CallStart(0, "call_1", "f"), CallArguments(0, '{"a"')]
@@ -300,10 +278,7 @@ def test_mistrals_ids() -> None:
     ],
 )  # fmt: skip
 def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str | None) -> None:
-    """Thinking and answer are separated without the white space between them.
-
-    Text that ends inside the thinking has no answer.
-    """
+    """Thinking and answer are separated without the white space between them."""
     body = CollectedMessage.from_events(AnswerReader(ThinkParser(at), None).whole(text)).body(
         with_reasoning=True
     )
@@ -312,7 +287,6 @@ def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str |
 
 
 def test_calls_behind_thinking() -> None:
-    """Only the text behind the thinking is searched for calls."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
     body = CollectedMessage.from_events(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(
@@ -320,14 +294,6 @@ def test_calls_behind_thinking() -> None:
     )
     assert body["reasoning"] == f"I could {call}."
     assert (body["content"], len(body["tool_calls"])) == (None, 1)
-
-
-def test_thinking_may_be_hidden() -> None:
-    """include_reasoning=false leaves out the thinking and keeps the answer."""
-    hidden = AnswerReader(ThinkParser(Thinking.OPEN), None, show_thinking=False)
-    assert hidden.feed("Hm.</think>Paris") == [Text("Paris")]
-    shown = AnswerReader(ThinkParser(Thinking.OPEN), None)
-    assert shown.feed("Hm.</think>Paris") == [Reasoning("Hm."), Text("Paris")]
 
 
 @pytest.mark.parametrize(
@@ -372,10 +338,7 @@ LONG: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("case", LONG)
 def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
-    """Parsing is linear even character by character.
-
-    Eight times the text takes nowhere near 64 times the time.
-    """
+    """Parsing is linear even character by character."""
     name, before, repeated = LONG[case]
 
     def seconds(count: int) -> float:
@@ -389,13 +352,3 @@ def test_a_long_answer_is_read_in_time_that_grows_with_it(case: str) -> None:
 
     count = 10_000
     assert min(seconds(8 * count) for _ in range(2)) < 20 * min(seconds(count) for _ in range(2))
-
-
-def test_a_long_answer_comes_through() -> None:
-    """A million characters of arguments arrive unchanged."""
-    long = json.dumps({"text": "x" * 1_000_000})
-    whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
-    assert _without_ids(CollectedMessage.from_events(whole).body(with_reasoning=False)) == (
-        None,
-        [("f", long)],
-    )

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from gateway.pooling.call import Cuts, encode_pair, encode_text
+from gateway.pooling.call import Cuts, encode_pair
 
 WORDS = [f"w{number}" for number in range(50)]
 
@@ -26,27 +26,11 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("second", ["w5 w6", "", "w1 w2 w3 w4 w5"])
-@pytest.mark.parametrize("first", ["w1", "", "w7 w8 w9"])
-def test_whole_inputs_are_the_tokenizers_own(tokenizer: Tokenizer, first: str, second: str) -> None:
-    """Nothing is cut: special tokens and types are where the tokenizer puts them."""
-    pair = encode_pair(tokenizer, first, second, Cuts())
-    own = tokenizer.encode(first, second)
-    assert pair.token_ids == own.ids
-    assert pair.second_text_at == own.type_ids.index(1)
-    single = encode_text(tokenizer, first, Cuts())
-    assert single.token_ids == tokenizer.encode(first).ids
-    assert single.second_text_at == 0
-    plain = encode_text(tokenizer, first, Cuts(), add_special_tokens=False)
-    assert plain.token_ids == tokenizer.encode(first, add_special_tokens=False).ids
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("total", [5, 6, 8, 11, 40])
 def test_pairs_lose_tokens_of_the_longer_text(
     tokenizer: Tokenizer, total: int, side: Literal["left", "right"]
 ) -> None:
-    """As the tokenizer's own truncation does it."""
     first, second = "w1 w2", "w3 w4 w5 w6 w7 w8"
     own = Tokenizer.from_str(tokenizer.to_str())
     own.enable_truncation(total, strategy="longest_first", direction=side)
@@ -56,7 +40,6 @@ def test_pairs_lose_tokens_of_the_longer_text(
 
 
 def test_cutting_long_pairs_costs_little(tokenizer: Tokenizer) -> None:
-    """What is cut off costs nothing, however long both texts are."""
     text = " ".join(WORDS * 100)
     tracemalloc.start()
     got = encode_pair(tokenizer, text, text, Cuts(first=1, second=1))

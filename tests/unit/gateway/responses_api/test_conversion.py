@@ -64,52 +64,11 @@ def test_system_messages_are_joined_for_templates_that_take_one() -> None:
         assert [(message.role, message.content) for message in found] == expected
 
 
-def test_messages_have_text_or_parts() -> None:
-    """Easy messages, messages with parts, and every role."""
-    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    assert turns(
-        {"role": "developer", "content": "rules"},
-        {"type": "message", "role": "user", "content": parts, "status": "completed"},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
-        {"role": "user", "content": "c"},
-    ) == [
-        {"role": "developer", "content": "rules"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "no"},
-        {"role": "user", "content": "c"},
-    ]
-
-
-def test_the_items_of_one_answer_are_one_turn() -> None:
-    """Thinking, text and calls go together; results carry the name of the function that was called."""
-    items = [{"role": "user", "content": "q"}, reasoning("think"), said("text"), called("1")]
-    items.append({**called("2", "g"), "namespace": ""})
-    found = turns(*items, returned("2", [{"type": "input_text", "text": "two"}]), returned("1"), said("done"))
-    assert [turn["role"] for turn in found] == ["user", "assistant", "tool", "tool", "assistant"]
-    answer = found[1]
-    assert (answer["reasoning"], answer["content"]) == ("think", "text")
-    assert [(call["id"], call["function"]["name"]) for call in answer["tool_calls"]] == [
-        ("1", "f"),
-        ("2", "g"),
-    ]
-    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert found[2] == {"role": "tool", "content": "two", "tool_call_id": "2", "name": "g"}
-
-
 def test_a_new_thought_or_text_begins_a_new_turn() -> None:
-    """Two answers in a row stay apart."""
     found = turns(said("a"), said("b"), reasoning("c"), called("1"), reasoning("d"), said("e"))
     assert [(turn["content"], turn.get("reasoning")) for turn in found] == [
         ("a", None), ("b", None), ("", "c"), ("e", "d"),
     ]  # fmt: skip
-
-
-def test_thinking_that_cannot_be_read_is_left_out() -> None:
-    """A summary stands in for the thinking; an encrypted form does not."""
-    encrypted = {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"}
-    summary = {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "short"}]}
-    assert "reasoning" not in turns(encrypted, said("a"))[0]
-    assert turns(summary, said("a"))[0]["reasoning"] == "short"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +133,6 @@ def test_an_unknown_namespace_is_not_allowed_in_silence() -> None:
 
 
 def test_parameters_reach_the_chat_request() -> None:
-    """OpenAI's under the chat's names, and vLLM's as they are."""
     found = chat(
         max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], truncation="auto", parallel_tool_calls=False,
         include=["message.output_text.logprobs"], top_logprobs=2, chat_template_kwargs={"a": 1}, stream=True, reasoning={"effort": "low", "summary": "auto"},
@@ -185,48 +143,6 @@ def test_parameters_reach_the_chat_request() -> None:
     assert (found.stream, found.include_usage, found.prompt_param) == (True, False, "input")
     assert (found.chat_template_kwargs, found.reasoning_effort) == ({"a": 1}, "low")
     assert chat(top_logprobs=2).num_logprobs is None, "without the include, they are not asked for"
-
-
-@pytest.mark.parametrize(
-    ("items", "continues"),
-    [
-        ([said("a")], False),
-        ([{**said("a"), "status": "incomplete"}], True),
-        ([{**said("a"), "status": "in_progress"}], True),
-        ([{**said("a"), "status": "incomplete"}, {"role": "user", "content": "b"}], False),
-        ([{"role": "user", "content": "b", "status": "incomplete"}], False),
-    ],
-)
-def test_a_message_that_was_cut_is_continued(items: list[dict[str, Any]], continues: bool) -> None:
-    """If it is the last item, as in vLLM."""
-    assert chat(input=items).continue_final_message is continues
-
-
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, "json_object"),
-        ({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}, "json_schema"),
-    ],
-)
-def test_the_form_of_the_text_constrains_the_answer(form: dict[str, Any], kind: str | None) -> None:
-    """As the chat's response_format would; errors name the client's parameter."""
-    found = chat(text={"format": form, "verbosity": "low"})
-    constraint = found.constraint()
-    assert (constraint and constraint.WhichOneof("spec")) == kind
-    assert found.constraint_param == "text.format"
-
-
-def test_fields_of_answers_are_no_unknown_fields() -> None:
-    """The items of an answer have an effect; other fields are named for the log."""
-    items = [reasoning("a"), said("b"), {**called("1"), "status": "completed"}, returned("1")]
-    content = orjson.dumps({"input": items, "store": True, "metadata": {"a": "b"}, "user": "u"})
-    ignored = IgnoredFields()
-    assert len(parse(ResponsesRequest, content, ignored).input) == 4
-    assert ignored.names == []
-    parse(ResponsesRequest, orjson.dumps({"input": "a", "prompt_cache_retention": "24h", "new": 1}), ignored)
-    assert ignored.names == ["prompt_cache_retention", "new"]
 
 
 @pytest.mark.parametrize(

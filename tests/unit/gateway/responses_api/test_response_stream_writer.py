@@ -8,7 +8,7 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerReader, DeltaReader
 from gateway.generation.generation import Usage
-from gateway.generation.sequence_text import Delta, Reporter, TokenReport
+from gateway.generation.sequence_text import Delta, Reporter
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.responses_api.schemas import ResponsesRequest
 from gateway.responses_api.writer import Output, ResponseObject, ResponseStreamWriter, collected
@@ -55,7 +55,6 @@ def test_a_malformed_call_that_was_announced_is_incomplete(cut: int) -> None:
     ],
 )
 def test_errors_end_a_stream_at_any_point(error: TriptychError, code: str) -> None:
-    """With the error, and with the response that failed."""
     stream = writer()
     started = read(stream.begin() + stream.write(Delta(0, "Hello")))
     event, failed = read(stream.error(error))
@@ -66,23 +65,7 @@ def test_errors_end_a_stream_at_any_point(error: TriptychError, code: str) -> No
     assert failed["response"]["output"][0]["content"][0]["text"] == "Hello"
 
 
-@pytest.mark.parametrize("calls", [True, False])
-def test_tokens_are_reported_once(calls: bool) -> None:
-    """With the text that they complete, or at the end, whether the text is parsed or not."""
-    stream, data = writer(calls=calls, logprobs=True), b""
-    pieces = [("a", None), ("", None), ("b ", None), ("", "stop")]
-    for token, (text, reason) in enumerate(pieces):
-        data += stream.write(Delta(0, text, reason, None, (TokenReport(token, 0, -0.5),)))
-    events = read(data)
-    reported = [entry["token"] for e in events if e["type"].endswith("text.delta") for entry in e["logprobs"]]
-    assert reported == ["0", "1", "2", "3"]
-    assert "".join(e["delta"] for e in events if e["type"].endswith("text.delta")) == "ab "
-    (done,) = [e for e in events if e["type"].endswith("text.done")]
-    assert [entry["token"] for entry in done["logprobs"]] == reported
-
-
 def test_text_survives_the_framing() -> None:
-    """No text can break out of its event."""
     stream, text = writer(), 'a "b"\n\ndata: %d \\ \u2028 日本\x00.'
     events = read(stream.begin() + stream.write(Delta(0, text)) + stream.write(Delta(0, text, "stop")))
     assert [event["delta"] for event in events if event["type"].endswith(".delta")] == [text, text]

@@ -47,7 +47,6 @@ async def test_calls_that_fail_at_once_end_the_request(monkeypatch: pytest.Monke
 
 
 async def test_calls_that_ran_for_long_are_lost_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler worked on them."""
     monkeypatch.setattr(pool_calls, "_RETRY_PAUSE_S", 0.0)
     (response,) = await asyncio.wait_for(pool(Broken(call_s=100.0)), 10)
     assert response.request_id == "p"

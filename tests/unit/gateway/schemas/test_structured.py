@@ -43,7 +43,6 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     ],
 )  # fmt: skip
 def test_constraints_reach_the_wire(fields: dict[str, Any], wire: pb.StructuredOutput | None) -> None:
-    """Schemas keep the order of their properties."""
     assert chat(**fields).constraint() == wire
     completion = parse(CompletionRequest, orjson.dumps({"prompt": "x", **fields}))
     assert completion.constraint() == wire
@@ -68,7 +67,6 @@ def test_constraints_reach_the_wire(fields: dict[str, Any], wire: pb.StructuredO
     ],
 )  # fmt: skip
 def test_an_invalid_constraint_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    """The error names the place inside the parameter."""
     with pytest.raises(InvalidArgument) as caught:
         chat(**fields)
     assert caught.value.param.startswith(param.split(".", maxsplit=1)[0])
@@ -76,13 +74,11 @@ def test_an_invalid_constraint_is_refused_by_name(fields: dict[str, Any], param:
 
 
 def test_an_unsupported_option_is_refused() -> None:
-    """An unsupported option is refused, not ignored."""
     with pytest.raises(Unsupported, match="white space"):
         chat(structured_outputs={"regex": "a", "disable_any_whitespace": True})
 
 
 def test_a_schema_too_deep_to_write_is_refused() -> None:
-    """The reader accepts deeper JSON than the writer."""
     schema: dict[str, Any] = {}
     for _ in range(600):
         schema = {"a": schema}

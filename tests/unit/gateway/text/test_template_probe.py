@@ -12,7 +12,6 @@ from tests.support.gateway.tool_templates import TEMPLATES, folder_with
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_its_format(name: str) -> None:
-    """Detection goes by how the template writes a call."""
     assert tool_format(ChatTemplate(TEMPLATES[name], {})) == name
 
 
@@ -34,7 +33,6 @@ def test_other_templates_show_no_format(source: str) -> None:
 
 
 def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
-    """Hermes' models have a template named tool_use beside the default."""
     (folder := folder_with(tmp_path, "", [])).joinpath("chat_template.jinja").unlink()
     templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": TEMPLATES["hermes"]}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))

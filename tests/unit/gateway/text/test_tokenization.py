@@ -14,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 
 from gateway.text.tokenization import TextCodec, TextPrompts, TextWorker
 from protos.errors import Internal, Overloaded
-from protos.service.backpressure import TENANT
 from tests.support.gateway.serving import smollm2_folder
 
 TEXTS = [
@@ -75,20 +74,6 @@ def test_bos_comes_from_the_post_processor_and_chats_get_no_second_one(tmp_path:
     assert codec.encode(text, add_special_tokens=False)[:2] == [1, 9690]
 
 
-def test_decodes_and_names_tokens() -> None:
-    """Token ids decode to text, and each has the vocabulary's spelling."""
-    codec = TextCodec.load(smollm2_folder())
-    ids = codec.encode("hello world", add_special_tokens=False)
-    assert codec.decode(ids) == "hello world"
-    assert codec.tokens([*ids, 10**6]) == ["hello", "Ġworld", ""]
-
-
-def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
-    """The message says what to do about it."""
-    with pytest.raises(Internal, match=r"no tokenizer\.json; convert"):
-        TextCodec.load(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     """The message names a file that cannot be read."""
@@ -99,7 +84,6 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 async def test_long_work_leaves_the_event_loop_alone() -> None:
-    """Short work runs in the event loop, long work in a thread."""
     worker = TextWorker()
     try:
         here = threading.get_ident()
@@ -123,28 +107,6 @@ async def test_long_work_of_requests_is_bounded() -> None:
         assert await asyncio.gather(*running, answer) == [True, True, True, 6]
         assert await worker.run(10**6, lambda: 7) == 7
     finally:
-        worker.close()
-
-
-async def test_a_tenant_leaves_places_for_others() -> None:
-    """As many of its texts wait as there are free places."""
-    worker, go = TextWorker(max_waiting=8), threading.Event()
-
-    async def run(tenant: str) -> bool:
-        TENANT.set(tenant)
-        return await worker.run(10**4, go.wait)
-
-    try:
-        running = [asyncio.create_task(run("bob")) for _ in range(100)]
-        await asyncio.sleep(0)
-        running += [asyncio.create_task(run("alice")) for _ in range(3)]
-        await asyncio.sleep(0)
-        go.set()
-        results = await asyncio.gather(*running, return_exceptions=True)
-        assert results.count(True) == 2 + 4 + 3
-        assert results[100:] == [True] * 3
-    finally:
-        go.set()
         worker.close()
 
 

@@ -6,19 +6,15 @@ import pytest
 
 from gateway.generation.request_builder import show_tools_in_words
 from gateway.parsers.events import CallStart
-from gateway.parsers.reasoning import Thinking
 from gateway.settings import TOOL_FORMATS
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.formats import FORMATS, LIST, Callee, Shape, behind_thinking, json_schema, structural
+from gateway.tools.formats import FORMATS, LIST, Callee, Shape, json_schema, structural
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
 
 
 def test_tools_are_described_in_words() -> None:
-    """The system's turn gets the description, else the user's.
-
-    Earlier calls appear in the format of new ones.
-    """
+    """The system's turn gets the description, else the user's."""
     template = ChatTemplate("{{ messages }}", {})
     turns = [{"role": "user", "content": "hi"}]
     (described,) = show_tools_in_words(template, turns, [TIME])
@@ -115,32 +111,11 @@ def test_optional_calls(name: str) -> None:
     assert not accepts(constraint, written(name, ("other", "{}")))
 
 
-@pytest.mark.parametrize(
-    ("at", "passing", "failing"),
-    [
-        (Thinking.OPEN, ["Hm.</think>{}", "\nHm.\n</think>\n\n{}", "<think>Hm.</think>{}"], ["{}", "Hm."]),
-        (Thinking.POSSIBLE, ["{}", "<think>Hm.</think>\n\n{}"], ["Hm.</think>{}"]),
-        (Thinking.OVER, ["{}"], ["<think>Hm.</think>{}"]),
-    ],
-)
-def test_a_constraint_begins_behind_the_thinking(
-    at: Thinking, passing: list[str], failing: list[str]
-) -> None:
-    """The grammar constrains only the text behind the thinking."""
-    constraint = structural(behind_thinking(at, json_schema({"type": "object", "properties": {}})))
-    for text in passing:
-        assert accepts(constraint, text)
-    for text in failing:
-        assert not accepts(constraint, text)
-
-
 def test_settings_and_detection_name_every_format() -> None:
-    """Each format has a name that settings accept, and each name has a format."""
     assert set(TOOL_FORMATS) == set(FORMATS)
 
 
 def test_annotations_are_removed_from_schemas() -> None:
-    """Annotations disappear, except where they are property names or data."""
     schema = {
         "title": "T", "description": "x" * 300_000, "$comment": "c", "default": {}, "examples": [],
         "type": "object",

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -137,7 +136,6 @@ NOON = ("get_time", "{}")
 def test_where_the_gateways_parsers_differ_on_purpose(
     codec: TextCodec, name: str, text: str, mine: tuple[Any, Any], theirs: tuple[Any, Any]
 ) -> None:
-    """These are all known differences from vLLM's parsers."""
     own = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
     other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, [WEATHER, TIME])())
     assert _as_written(body_of(own, text)) == mine
@@ -181,28 +179,6 @@ def test_a_reasoning_parser_of_vllm(codec: TextCodec, name: str, streamed: bool)
     pieces = ["Hm", ".\n", "</think>", "\n\n", "Par", "is."]
     body = body_of(reader, pieces if streamed else "".join(pieces))
     assert (body["reasoning"], body["content"]) == ("Hm.", "Paris.")
-
-
-def test_the_tokenizer_is_wrapped_once_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrapper copies the tokenizer, so sequences share it and the event loop does not make it."""
-    import transformers
-
-    made: list[Any] = []
-    wrap = transformers.PreTrainedTokenizerFast
-
-    def counted(**given: Any) -> Any:
-        made.append(wrap(**given))
-        return made[-1]
-
-    monkeypatch.setattr(transformers, "PreTrainedTokenizerFast", counted)
-    text = TextCodec.load(folder_with(tmp_path, THINKING, ["<tool_call>", "<think>", "</think>"]))
-    vllm_parsers.prepare(text)
-    assert len(made) == 1
-    make = vllm_parsers.tool_parsers("vllm:hermes", text, [WEATHER])
-    make(), make()
-    for _ in range(3):
-        vllm_parsers.reasoning_parser("vllm:deepseek_r1", text, [1])
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +242,6 @@ def test_a_parser_of_vllm_without_markers_allows_no_constraint(codec: TextCodec)
 
 
 def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """The gateway exits with one line that lists the known names."""
     for flag, known in (("--tool-call-parser", "hermes"), ("--reasoning-parser", "deepseek_r1")):
         assert main([flag, "vllm:nothing"]) == 2
         (printed,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
@@ -298,14 +273,3 @@ def test_only_three_places_import_vllm() -> None:
     assert importing == {
         "deploy/commands/bench.py", "gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter",
     }  # fmt: skip
-
-
-def test_the_gateways_own_parsers_import_neither_vllm_nor_torch() -> None:
-    """Checking a setting for one of the gateway's own parsers imports nothing heavy."""
-    script = (
-        "import sys\nfrom gateway import app\nfrom gateway.generation import answer_plan\nfrom gateway.tools import vllm_parsers\n"
-        "vllm_parsers.check('--tool-call-parser', 'hermes')\n"
-        "print(sorted({'torch', 'vllm', 'transformers', 'xgrammar'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

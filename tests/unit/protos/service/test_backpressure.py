@@ -13,7 +13,6 @@ class _Reader:
 
 
 async def test_the_slowest_reader_makes_room_for_all() -> None:
-    """Only it ends, and what waits for the others still counts."""
     limits = UnreadLimits(per_reader=100, total=150, flags=("--one", "--all"))
     readers = [_Reader(limits) for _ in range(3)]
     for reader, num in zip(readers, (50, 90, 10), strict=True):

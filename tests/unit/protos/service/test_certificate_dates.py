@@ -83,7 +83,6 @@ def test_from_thirty_days_on_each_day_has_a_line(
 
 
 def test_a_renewed_certificate_counts_and_an_old_one_is_not_taken(tmp_path: Path) -> None:
-    """What runs keeps what it has."""
     certificates = Certificates(service_files(tmp_path, days=90))
     with capture_logs() as logs:
         service_files(tmp_path, days=-1)
@@ -99,6 +98,5 @@ def test_a_renewed_certificate_counts_and_an_old_one_is_not_taken(tmp_path: Path
 
 
 def test_a_client_without_a_certificate_counts_its_ca(tmp_path: Path) -> None:
-    """As gateways do that only call."""
     paths = CertificatePaths(service_files(tmp_path).ca)
     assert Certificates(paths).expiries.days_left()["--grpc-tls-ca"] == pytest.approx(397, abs=0.1)

@@ -20,7 +20,6 @@ def arguments(folder: Path, *names: str) -> list[str]:
 
 
 def test_a_gateway_needs_the_ca_alone_and_a_scheduler_all_three_files(tmp_path: Path) -> None:
-    """A gateway only calls; a scheduler listens, too."""
     alone, whole = (arguments(tmp_path, *names) for names in (("ca",), ("ca", "cert", "key")))
     assert load(GatewaySettings, alone).link_security().certificates is not None
     with pytest.raises(ConfigurationRefused, match="set --grpc-tls-cert and --grpc-tls-key"):
@@ -54,7 +53,6 @@ def test_a_gateway_needs_the_ca_alone_and_a_scheduler_all_three_files(tmp_path: 
 def test_bad_settings_are_refused_in_a_line_without_secrets(
     flags: list[str], reason: str, tmp_path: Path
 ) -> None:
-    """The line names the setting and what to change."""
     paths, others = service_files(tmp_path / "a"), service_files(tmp_path / "b")
     (tmp_path / "short").write_text(f"{WORD}\n")
     (tmp_path / "empty").write_text("# nothing\n")
@@ -66,7 +64,6 @@ def test_bad_settings_are_refused_in_a_line_without_secrets(
 
 
 def test_the_token_is_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings that are printed do not show it."""
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     from_file = load(CallSecuritySettings, [f"--service-token-file={tmp_path / 'token'}"]).link_security()
     monkeypatch.setenv("TRIPTYCH_SERVICE_TOKEN", TOKEN)
@@ -80,7 +77,6 @@ def test_the_token_is_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_of_several_cas_may_have_comments(tmp_path: Path) -> None:
-    """Bundles name their certificates, not always in ASCII."""
     paths, others = service_files(tmp_path / "a"), service_files(tmp_path / "b")
     paths.ca.write_bytes("# Müller\n".encode() + paths.ca.read_bytes() + others.ca.read_bytes())
     assert load(CallSecuritySettings, [f"--grpc-tls-ca={paths.ca}"]).link_security().certificates is not None

@@ -8,7 +8,7 @@ import pytest
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.service.settings import CONFIG_VARIABLE, ServiceSettings, fixed_fields, load, sections_of
+from protos.service.settings import CONFIG_VARIABLE, ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -42,7 +42,6 @@ def _given(settings: ServiceSettings) -> dict[str, Any]:
 
 
 def test_each_service_reads_its_section_of_one_file(file: Path) -> None:
-    """Settings above the sections are for all of them."""
     flags = ["--config", str(file)]
     gateway = load(GatewaySettings, flags)
     assert [key.get_secret_value() for key in gateway.api_key] == ["one", "two"]
@@ -56,7 +55,6 @@ def test_each_service_reads_its_section_of_one_file(file: Path) -> None:
 
 
 def test_a_launcher_reads_all_sections(file: Path) -> None:
-    """The scheduler's port is --scheduler-port there."""
     settings = load(LaunchSettings, ["--config", str(file)])
     assert (settings.port, settings.scheduler_port, settings.workers) == (81, 82, 2)
     assert settings.model == "some/model"
@@ -103,7 +101,6 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
 def test_a_bad_file_is_one_clear_line(
     cls: type[ServiceSettings], text: str, refusal: str, tmp_path: Path
 ) -> None:
-    """The line names the file and what to change."""
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationRefused) as caught:
@@ -114,7 +111,6 @@ def test_a_bad_file_is_one_clear_line(
 
 
 def test_the_refusal_of_broken_yaml_repeats_no_secret(tmp_path: Path) -> None:
-    """It says where the fault is, but not what stands there."""
     path = tmp_path / "bad.yaml"
     path.write_text("api_key: sk-very-secret: x")
     with pytest.raises(ConfigurationRefused, match="is not YAML at line 1, column") as caught:
@@ -126,15 +122,3 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """The line says why it cannot be read."""
     with pytest.raises(ConfigurationRefused, match=r"--config .*none.yaml: No such file or directory"):
         load(GatewaySettings, ["--config", str(tmp_path / "none.yaml")])
-
-
-@pytest.mark.parametrize(
-    ("cls", "section"),
-    [(GatewaySettings, "gateway"), (SchedulerSettings, "scheduler"), (WorkerSettings, "worker")],
-)
-def test_every_setting_of_a_service_is_in_its_section(cls: type[ServiceSettings], section: str) -> None:
-    """A launcher has all of them but those that it fixes."""
-    assert sections_of(cls) == {section: {name: name for name in cls.model_fields}}
-    launcher = sections_of(LaunchSettings)
-    renamed = {"host", "port"} if section != "gateway" else set()
-    assert {*launcher[section], *renamed} == cls.model_fields.keys() - fixed_fields(LaunchSettings) | renamed

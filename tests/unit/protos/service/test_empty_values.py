@@ -45,7 +45,6 @@ def takes_empty(cls: type[ServiceSettings], name: str) -> bool:
 
 @every_class
 def test_no_empty_flag_is_dropped(cls: type[ServiceSettings]) -> None:
-    """The command line sets every field whose flag it has."""
     flags = [f"--{name.replace('_', '-')}=" for name in fields(cls)]
     assert given_flags(cls, flags) == set(fields(cls))
 
@@ -116,7 +115,6 @@ def test_a_worker_with_an_empty_address_registers_nowhere(monkeypatch: pytest.Mo
     "flag", ["--api-key", "--api-key-file", "--service-token", "--service-token-file", "--ssl-certfile"]
 )
 def test_an_unset_shell_variable_turns_no_protection_off(flag: str) -> None:
-    """`--api-key "$KEY"` without KEY is refused."""
     with pytest.raises(ConfigurationRefused, match="empty"):
         load(GatewaySettings, [flag, ""])
 

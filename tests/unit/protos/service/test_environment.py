@@ -39,7 +39,6 @@ def reported(environment: dict[str, str]) -> list[Reading]:
 
 
 def test_mapped_variables_are_those_of_the_settings() -> None:
-    """Each alias of a setting names the setting's flag, and no other variable does."""
     aliases = {
         name: f"--{field.replace('_', '-')}"
         for cls in SERVICES
@@ -70,7 +69,6 @@ def test_mapped_variables_are_those_of_the_settings() -> None:
     ],
 )
 def test_a_variable_that_would_change_answers_is_rejected(name: str, value: str, advice: str) -> None:
-    """In one line with advice, and before anything is reported."""
     found: list[Reading] = []
     with pytest.raises(ConfigurationRefused) as refused:
         check({name: value, "VLLM_PLUGINS": "rbln"}, found.append)
@@ -130,14 +128,12 @@ def test_nothing_is_said_about_variables_with_their_usual_meaning(name: str, val
     ],
 )
 def test_an_ignored_variable_is_reported_in_one_line(name: str, value: str, text: str) -> None:
-    """Misspelled names get the name that was meant."""
     (line,) = map(str, reported({name: value}))
     assert line.startswith(text)
     assert "\n" not in line
 
 
 def test_services_log_ignored_variables() -> None:
-    """One warning for each variable."""
     with capture_logs() as logs:
         check_for_service(
             {
@@ -206,7 +202,6 @@ def vllm_defaults() -> dict[str, str]:
 
 
 def test_vllm_s_own_values_do_not_stop_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its defaults nor its other spellings."""
     assert vllm_defaults().keys() >= {"VLLM_LOGGING_LEVEL", "VLLM_CPU_KVCACHE_SPACE"}
     stopped = set()
     for name, values in values_that_start().items():
@@ -229,7 +224,6 @@ def test_vllm_s_own_values_do_not_stop_a_start(monkeypatch: pytest.MonkeyPatch) 
 def test_two_names_of_one_switch_agree_in_any_spelling(
     monkeypatch: pytest.MonkeyPatch, first: str, second: str, agree: bool
 ) -> None:
-    """Two values are refused only if their meanings differ."""
     monkeypatch.setenv("RBLN_USE_CUSTOM_KERNEL", first)
     monkeypatch.setenv("VLLM_RBLN_USE_CUSTOM_KERNEL", second)
     if agree:

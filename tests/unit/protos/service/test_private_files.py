@@ -128,6 +128,5 @@ def test_a_link_is_no_way_in(tmp_path: Path) -> None:
 
 
 def test_a_missing_secret_is_named(tmp_path: Path) -> None:
-    """The refusal has the flag and the system's words."""
     with pytest.raises(ConfigurationRefused, match=r"^--key-file: cannot read .*/none: No such file"):
         private_files.read_secret(tmp_path / "none", "--key-file")

@@ -34,7 +34,6 @@ async def test_a_server_listens_on_a_unix_socket_too(tmp_path: Path) -> None:
 
 
 async def test_a_socket_in_use_is_refused(tmp_path: Path) -> None:
-    """The server that listens keeps it."""
     path = tmp_path / "s.sock"
     first = make()
     await first.start("127.0.0.1", 0, path)

@@ -28,7 +28,6 @@ def test_every_field_has_one_heading(cls: type[ServiceSettings]) -> None:
 
 @pytest.mark.parametrize("cls", SERVICES, ids=lambda cls: cls.__module__)
 def test_reference_names_belong_to_fields(cls: type[ServiceSettings]) -> None:
-    """A variable of another stack sets a field that exists."""
     assert cls.reference_names.keys() | cls.reference_opposites.keys() <= cls.model_fields.keys()
 
 
@@ -95,7 +94,6 @@ def test_a_reference_opposite_turns_a_field_off(
 
 
 def test_a_reference_opposite_must_be_a_boolean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal names the variable."""
     monkeypatch.setenv("OTHER_NO_CACHE", "maybe")
     with pytest.raises(ConfigurationRefused, match="OTHER_NO_CACHE should be 0 or 1, got 'maybe'"):
         load(_Base, [])
