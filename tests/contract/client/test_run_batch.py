@@ -117,18 +117,6 @@ async def test_a_batch_goes_on_where_it_was_cut_off(stack: Stack, triptych: Comm
     assert results(output).keys() == {"a", "b"}
 
 
-@pytest.mark.parametrize("kept", [1, 5, 40])
-async def test_a_line_is_replaced_wherever_it_was_cut_off(
-    triptych: Command, tmp_path: Path, kept: int
-) -> None:
-    source, output = write(tmp_path, line("a"))
-    await triptych("run-batch", "-i", str(source), "-o", str(output))
-    whole = output.read_bytes()
-    output.write_bytes(whole + whole[:kept])
-    await triptych("run-batch", "-i", str(source), "-o", str(output))
-    assert output.read_bytes() == whole
-
-
 @pytest.mark.parametrize("content", ["notes without a line's end", '{"id": 1}', "first\nsecond"])
 async def test_another_file_is_left_alone(triptych: Command, tmp_path: Path, content: str) -> None:
     """Only a beginning like a batch's line can be a line that was cut off."""

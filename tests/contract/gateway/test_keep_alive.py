@@ -9,12 +9,7 @@ import pytest
 import pytest_asyncio
 
 from protos.errors import Internal
-from tests.support.gateway.serving import (
-    CHAT,
-    TEXT,
-    Stack,
-    running_stack,
-)
+from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 

@@ -186,14 +186,6 @@ async def refusal(client: LinkSecurity, address: str) -> str:
     return str(logs[0]["reason"])
 
 
-async def test_a_name_replaces_the_host_in_the_check(tmp_path: Path) -> None:
-    """A worker at any address is accepted by the name in its certificate."""
-    server = tls(tmp_path / "server", hosts=("worker.internal",))
-    client = LinkSecurity(tls(tmp_path / "client").certificates, peer_name="worker.internal")
-    async with serving(server) as address:
-        assert await code_of(client, address) is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_certificates_rotate_while_a_stream_goes_on(tmp_path: Path) -> None:
     """Server and client move to another CA: the open stream stays, new calls use the new files."""
     server, client = tls(tmp_path / "server"), tls(tmp_path / "client")

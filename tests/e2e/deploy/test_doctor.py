@@ -209,14 +209,7 @@ def test_a_run_dir_with_a_long_path_passes(model: Path, tmp_path: Path) -> None:
 @SLOW
 def test_a_flag_without_effect_is_a_note(model: Path, tmp_path: Path) -> None:
     """At levels without compiled code nothing can be required; the start says the same."""
-    flags = [
-        str(model),
-        "--port=0",
-        "--device=cpu",
-        "-O1",
-        "--require-precompiled",
-        "--json",
-    ]
+    flags = [str(model), "--port=0", "--device=cpu", "-O1", "--require-precompiled", "--json"]
     doctor = triptych("doctor", "up", *flags, cwd=tmp_path)
     checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
     assert (doctor.returncode, checks["shapes"]["status"]) == (0, "note"), checks

@@ -431,8 +431,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
     def _step(self, one: FakeSequence) -> inference.GenerateEvent | None:
         limit = min(
-            one.request.sampling.max_tokens or 10**9,
-            self.max_model_len - len(one.request.prompt_token_ids),
+            one.request.sampling.max_tokens or 10**9, self.max_model_len - len(one.request.prompt_token_ids)
         )
         if self.pause_after is not None and one.sent >= self.pause_after:
             return None

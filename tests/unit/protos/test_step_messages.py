@@ -101,10 +101,7 @@ def test_one_token_per_slot_takes_the_compact_form(work: Prefill | Decode, outpu
         (Decode((4,), 2), [SlotOutput(4, (9, 8))]),
         (Decode((4,), 2), [SlotOutput(4, (), error=Internal("broken"))]),
         (Decode((4,), 2), [SlotOutput(4, (9,), (token_logprobs(-0.5, 2),))]),
-        (
-            Prefill(4, 0, 8, sample=True),
-            [SlotOutput(4, (9,), prompt_logprobs=(token_logprobs(-0.5, 2),))],
-        ),
+        (Prefill(4, 0, 8, sample=True), [SlotOutput(4, (9,), prompt_logprobs=(token_logprobs(-0.5, 2),))]),
         (Prefill(4, 0, 8, sample=False), []),
         (Prefill(4, 0, 8, sample=False), [SlotOutput(1, (), error=Internal("broken"))]),
         (None, []),

@@ -22,10 +22,7 @@ pytestmark = [
 
 PATH = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}]}
-INTEGER: dict[str, Any] = {
-    "type": "json_schema",
-    "json_schema": {"name": "n", "schema": {"type": "integer"}},
-}
+INTEGER: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 

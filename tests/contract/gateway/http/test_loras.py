@@ -141,9 +141,6 @@ async def test_a_bad_adapter_is_refused(stack: Stack, refusal: Any, status: int,
 async def test_without_an_admin_key_the_routes_are_off() -> None:
     """Whatever key the client sends; the error names the setting."""
     async with running_stack(TEXT) as stack:
-        for response in (
-            await load(stack, {"lora_name": "a", "lora_path": "/a"}),
-            await unload(stack, "a"),
-        ):
+        for response in (await load(stack, {"lora_name": "a", "lora_path": "/a"}), await unload(stack, "a")):
             assert response.status_code == 403
             assert "--admin-api-key" in response.json()["error"]["message"]

@@ -1,17 +1,17 @@
 """``/v1/messages`` with Anthropic's own client and its types: answers, streams, and errors in its form."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 import anthropic
 import pytest
-from anthropic.types import Message, MessageTokensCount, ModelInfo, ToolParam
-from pydantic import BaseModel, SecretStr
+from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent, ToolParam
+from anthropic.types.shared import ErrorResponse
+from pydantic import BaseModel, SecretStr, TypeAdapter
 
-from gateway.messages_api.schemas import AnthropicErrorAnswer
+from gateway.messages_api.schemas import AnthropicErrorAnswer, MessageAnswer
 from protos.errors import Internal, Overloaded, TimedOut, TriptychError, Unavailable
-from tests.support.gateway.anthropic_types import PATH, collected, streamed, strict, strict_error
-from tests.support.gateway.documented import check_answer
+from tests.support.gateway.documented import check_answer, check_extras
 from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -24,7 +24,51 @@ ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather in Paris?"}],
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PATH = "/v1/messages"
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+M = TypeVar("M", bound=BaseModel)
 THOUGHT = "<think>\nLook it up.\n</think>\n\n"
+
+
+def strict(kind: type[M], data: Any) -> M:
+    """Returns ``data`` as the client's type; fails if a field is missing, unknown or of another type."""
+    found = kind.model_validate_json(json.dumps(data), strict=True)
+    check_extras(found)
+    return found
+
+
+def strict_error(data: dict[str, Any]) -> ErrorResponse:
+    """Returns an error as the client's type."""
+    return strict(ErrorResponse, data)
+
+
+async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
+    """Posts ``body`` and returns the message, which is as documented, too."""
+    response = await stack.http.post(PATH, json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    strict(Message, found)
+    check_answer(MessageAnswer, found)
+    return found
+
+
+async def streamed(stack: Stack, **body: Any) -> list[dict[str, Any]]:
+    """Posts ``body`` and returns the events of the stream, each valid and under its own name."""
+    events = []
+    async with stack.http.stream("POST", PATH, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = (await response.aread()).decode()
+    for chunk in text.split("\n\n")[:-1]:
+        name, _, data = chunk.partition("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] == "error":
+            strict_error(event)
+        elif event["type"] != "ping":
+            check_extras(EVENTS.validate_json(json.dumps(event), strict=True))
+        events.append(event)
+    return events
 
 
 def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

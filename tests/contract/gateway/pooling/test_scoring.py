@@ -329,20 +329,3 @@ async def test_documents_may_be_objects_as_in_coheres_client(colbert: Stack) -> 
     habits = {"rank_fields": ["text"], "max_chunks_per_doc": 10, "model": "colbert"}
     asked = await colbert.post("/v2/rerank", query="people", documents=objects, **habits)
     assert asked["results"] == (await colbert.post("/rerank", query="people", documents=DOCUMENTS))["results"]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "text"),
-    [
-        ({"documents": [{"title": "a"}]}, "documents", "must be a string or a list of strings"),
-        ({"documents": ["a"], "rank_fields": ["title"]}, "rank_fields", "is not supported: send the text"),
-        ({"documents": ["a"], "instruction": "b"}, "instruction", "reads no pairs"),
-    ],
-)
-async def test_options_that_would_change_scores_are_refused(
-    colbert: Stack, body: dict[str, Any], param: str, text: str
-) -> None:
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        status, error = await colbert.refusal(path, query="q", **body)
-        assert (status, error["param"]) == (400, param)
-        assert text in error["message"]

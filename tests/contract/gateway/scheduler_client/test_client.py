@@ -58,19 +58,6 @@ async def test_a_refused_request_fails_alone_and_typed(
         assert await tokens_of(good) == [REPLY]
 
 
-async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
-    """Requests that may not be parked do not wait for a scheduler that is away."""
-    client = InferenceClient("127.0.0.1:1", startup_queue=StartupQueue(max_requests=0))
-    await client.start()
-    try:
-        with pytest.raises(Unavailable):
-            EventReader(client.submit([request()]))
-        with pytest.raises(Unavailable):
-            await client.get_load()
-    finally:
-        await client.close()
-
-
 async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> None:
     """Another process may take over the port, and may have no replica at first."""
     scheduler.pause_after = 4

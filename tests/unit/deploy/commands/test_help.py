@@ -23,15 +23,6 @@ def test_the_headings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("--" in line for line in lines)
 
 
-@pytest.mark.parametrize("word", ["KV memory", "kv-memory", "KV_Memory"])
-def test_one_heading(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its flags, and none of others."""
-    text = printed(capsys, "serve", word)
-    assert text.startswith("KV memory:\n")
-    assert "--kv-share" in text
-    assert "--port" not in text
-
-
 @pytest.mark.parametrize(
     ("word", "expected", "absent"),
     [
@@ -39,6 +30,7 @@ def test_one_heading(word: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--max_num_seqs", "--max-num-seqs int", "--max-model-len"),
         ("max", "--max-log-mb int", "--port"),
         ("ModelConfig", "Model:", "--max-log-mb"),
+        *((word, "KV memory:\n  --kv", "--port") for word in ("KV memory", "kv-memory", "KV_Memory")),
         ("gpu-memory", "--gpu-memory-utilization is --kv-share here: it has another base", "--port"),
         ("chunked", "--enable-chunked-prefill has no effect here", "--port"),
         ("kv-cache-dtype", "--kv-cache-dtype is not supported: KV caches have", "--port"),

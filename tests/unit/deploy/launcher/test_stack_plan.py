@@ -190,13 +190,6 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         pass
 
 
-def test_sockets_are_in_the_run_dir(tmp_path: Path) -> None:
-    with socket_folder(tmp_path) as folder:
-        assert folder == tmp_path
-    with socket_folder(Path("run")) as folder:
-        assert folder == Path.cwd() / "run"
-
-
 def test_a_long_run_dir_has_its_sockets_elsewhere(tmp_path: Path) -> None:
     """The other folder exists, fits the longest name, and is removed at the end."""
     deep = tmp_path / ("d" * 100)

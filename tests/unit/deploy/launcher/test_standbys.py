@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.launcher.process import ChildSpec
-from deploy.launcher.supervisor import RestartPolicy, Standbys, Supervisor, memory_note, standby_spec
+from deploy.launcher.supervisor import RestartPolicy, Standbys, Supervisor, standby_spec
 from tests.unit.deploy.launcher.test_supervisor import (
     FOREVER,
     QUICK,
@@ -48,12 +48,6 @@ async def standby_pid(run_dir: Path, *, other_than: int = 0, index: int = 0) -> 
     file = run_dir / f"standby-{index}.pid"
     await until(lambda: file.exists() and int(file.read_text() or 0) not in {0, other_than})
     return int(file.read_text())
-
-
-def test_memory_of_many_standbys_is_announced() -> None:
-    """One standby for each rank adds up; a single one is not worth a line."""
-    assert memory_note(16).startswith("16 standbys take about 7.0 GiB")
-    assert memory_note(1) == memory_note(0) == ""
 
 
 async def test_a_standby_takes_the_place_of_a_killed_worker(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import io
 import os
 import signal
 import subprocess
@@ -153,21 +152,6 @@ async def test_a_child_runs_although_its_files_cannot_be_written(
         assert await waiting < 0
 
 
-async def test_a_child_runs_although_standard_error_is_on_the_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = Child(spec(tmp_path / "missing", "worker-0", "import signal; signal.pause()"))
-    full = os.open("/dev/full", os.O_WRONLY)
-    monkeypatch.setattr(
-        sys, "stderr", io.TextIOWrapper(io.FileIO(full, "w", closefd=False), write_through=True)
-    )
-    await child.start()
-    waiting = asyncio.create_task(child.wait())
-    await child.stop(0)
-    assert await waiting < 0
-    os.close(full)
-
-
 async def refusal_of(supervisor: Supervisor) -> LaunchError:
     """Runs a supervisor to the failure of a start."""
     with pytest.raises(ExceptionGroup) as raised:
@@ -226,21 +210,6 @@ async def test_a_failure_is_told_before_the_services_stop(tmp_path: Path) -> Non
     assert await run_until_signal(supervisor, supervisor.run(), complain=complain) == 2
     assert told == [("triptych worker: no", True)]
     assert not busy.pid_file.exists()
-
-
-async def test_a_refusal_after_a_death_ends_the_start(tmp_path: Path) -> None:
-    """A restarted service may find the reason."""
-    code = (
-        "import sys, pathlib\n"
-        f"mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
-        "if mark.exists():\n"
-        "    print('triptych worker: no GPU', file=sys.stderr)\n"
-        "    sys.exit(2)\n"
-        "mark.touch()\n"
-        "sys.exit(1)"
-    )
-    error = await refusal_of(Supervisor([[spec(tmp_path, "worker-0", code)]], Reports(), policy=QUICK))
-    assert (str(error), error.exit_code) == ("triptych worker: no GPU", 2)
 
 
 async def test_gives_up_on_a_child_that_keeps_dying(tmp_path: Path) -> None:

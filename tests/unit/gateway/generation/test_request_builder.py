@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.generation.request_builder import (
-    check_length,
-    encode_chat,
-    generate_requests,
-    sampling_of,
-)
+from gateway.generation.request_builder import check_length, encode_chat, generate_requests, sampling_of
 from gateway.openai.completions import CompletionRequest
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
@@ -119,12 +114,7 @@ async def worker() -> AsyncIterator[TextWorker]:
     made.close()
 
 
-async def encoded(
-    worker: TextWorker,
-    codec: TextCodec,
-    size: int = 50,
-    **fields: Any,
-) -> str:
+async def encoded(worker: TextWorker, codec: TextCodec, size: int = 50, **fields: Any) -> str:
     """Returns the prompt of a conversation."""
     content = {"messages": [{"role": "user", "content": "hi"}], **fields}
     body = parse(ChatCompletionRequest, json.dumps(content).encode())

@@ -173,11 +173,7 @@ def test_thinking(fields: dict[str, Any], variables: dict[str, Any], shown: bool
 
 
 @pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (USE, "send its result"),
-        (USE | {"input": DEEP}, "nested too deep"),
-    ],
+    ("block", "reason"), [(USE, "send its result"), (USE | {"input": DEEP}, "nested too deep")]
 )
 def test_calls_that_cannot_be_shown(block: dict[str, Any], reason: str) -> None:
     """A call cannot be continued, and JSON is read deeper than it is written."""

@@ -180,10 +180,7 @@ def test_malformed_calls_are_content(name: str, text: str) -> None:
     assert read(name, text) == (text, [])
     assert _without_ids(
         CollectedMessage.from_events(reader(name, one_call=True).whole(text)).body(with_reasoning=False)
-    ) == (
-        text,
-        [],
-    )
+    ) == (text, [])
 
 
 def test_deeply_nested_arguments_are_content() -> None:
