@@ -158,6 +158,7 @@ class AdapterControl:
         adapter = self.registry.remove(name)
         self._log.info("adapter_unloaded", name=name, source=adapter.source)
         self._free_unused(adapter)
+        self._released()
         self._dispatch()
 
     def holders(self, adapter: Adapter) -> list[str]:

@@ -139,6 +139,20 @@ def test_an_urgent_request_preempts_the_users_of_a_slot() -> None:
     check(rig, "high", "b")
 
 
+def test_unloading_an_adapter_that_is_being_loaded_makes_room_for_the_next() -> None:
+    """A new replica with room for one adapter loads "a" when a request waits for "b"."""
+    rig = make_rig(adapter_slots=1)
+    rig.loads_at_once = False
+    rig.load_adapter("a")
+    rig.load_adapter("b")
+    rig.replace_replica()
+    sink = rig.submit(make_submission(request_id="b", lora_name="b"))
+    rig.engine.adapters.unload("a")
+    rig.answer_loads()
+    rig.run()
+    assert sink.tokens == expected_tokens([5, 6, 7], 8, weights="b")
+
+
 def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
     """The name is free at once; the adapter leaves the host after its last request."""
     rig = adapter_rig("a", slots=1)
