@@ -1,7 +1,8 @@
 """How many examples long property tests run.
 
-They run a quarter of what they ask for by default, all of it in the slow tier, and more on request:
-``TRIPTYCH_PROPERTY_SCALE`` is the factor.
+They run a quarter of their numbers by default, all of them in the slow tier, and more on request:
+``TRIPTYCH_PROPERTY_SCALE`` is the factor. ``TRIPTYCH_PROPERTY_SEEDS`` is the number of examples of each
+state machine.
 """
 
 import os
@@ -9,11 +10,13 @@ import os
 from hypothesis import HealthCheck, settings
 
 _SCALE = float(os.environ.get("TRIPTYCH_PROPERTY_SCALE", "0.25"))
+_SEEDS = int(os.environ.get("TRIPTYCH_PROPERTY_SEEDS", "0"))
 
 
 def machine(*, max_examples: int, stateful_step_count: int) -> settings:
     """Returns settings for a state machine; the scale multiplies the number of examples."""
-    return settings(scaled(max_examples), stateful_step_count=stateful_step_count)
+    long = settings(scaled(max_examples), stateful_step_count=stateful_step_count)
+    return settings(long, max_examples=_SEEDS) if _SEEDS else long
 
 
 def scaled(max_examples: int) -> settings:

@@ -214,8 +214,9 @@ def _default(field: FieldInfo) -> str:
 
 def own_variables() -> str:
     """Returns the list of our variables: those of all settings, and a few without a setting."""
-    # The models' cache, messages to child processes, and the scale of tests.
-    names = {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE", "TRIPTYCH_PROPERTY_SCALE"}
+    # The models' cache, messages to child processes, and the size of property tests.
+    names = {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE"}
+    names |= {"TRIPTYCH_PROPERTY_SCALE", "TRIPTYCH_PROPERTY_SEEDS"}
     for cls in (LaunchSettings, KeepWorkerSettings):
         names |= {f"TRIPTYCH_{name.upper()}" for name in cls.model_fields}
     return "\n".join(["# Variables of Triptych; `make docs` writes this list.", *sorted(names), ""])
