@@ -168,7 +168,7 @@ def below_share(
         surplus[request.tenant] += footprint
         if request.tenant != waiting.tenant and request.priority >= waiting.priority:
             able.setdefault(request.tenant, []).append((request, footprint))
-    if surplus[waiting.tenant] > -shares[waiting.tenant] / 2:
+    if surplus[waiting.tenant] >= -shares[waiting.tenant] / 2 - _ROUNDING:
         return []
     for requests in able.values():
         requests.sort(key=lambda one: one[0].rank)
