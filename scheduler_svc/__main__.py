@@ -36,12 +36,7 @@ async def serve(settings: Settings) -> None:
     tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
     inference = InferenceServicer(deployment, settings, tracer)
     inference.metrics.certificates.expiries += security.expiries
-    registry = RegistryServicer(
-        deployment,
-        step_timeout_s=settings.step_timeout_s,
-        detach_after_failed_steps=settings.detach_after_failed_steps,
-        security=security,
-    )
+    registry = RegistryServicer(deployment, security)
 
     def register(server: "grpc.aio.Server") -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)

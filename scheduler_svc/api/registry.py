@@ -1,7 +1,7 @@
 """The `WorkerRegistry` service: the ranks of replicas register here, and a driver serves each replica."""
 
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -22,14 +22,9 @@ from protos.service.grpc_options import SCHEMA_REVISION, unix_address
 from protos.service.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.driver import ReplicaDriver
 from scheduler_svc.workers.group import RankGroup
-from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.rank import ParallelSizes, Rank, ReplicaLost
 from scheduler_svc.workers.step_loop import Hung, Left
-
-# Most workers with remembered failed steps; a restarted process is another worker.
-_REMEMBERED = 1024
 
 _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
@@ -97,25 +92,10 @@ def _target_of(request: registry_pb2.RegisterRequest, peer: str) -> str:
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     """Keeps a Register stream open for each rank. A rank ends with its stream, and with it the replica."""
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        *,
-        step_timeout_s: float,
-        detach_after_failed_steps: int,
-        security: LinkSecurity = PLAIN,
-    ) -> None:
-        """Adds replicas to `deployment`.
-
-        After `detach_after_failed_steps` failed steps in a row, or a step longer than `step_timeout_s`, a
-        replica counts as lost.
-        """
+    def __init__(self, deployment: Deployment, security: LinkSecurity = PLAIN) -> None:
+        """Adds replicas to `deployment`; `security` protects connections to workers."""
         self._deployment = deployment
         self._security = security
-        self._step_timeout_s = step_timeout_s
-        self._detach_after_failed_steps = detach_after_failed_steps
-        # By worker, the latest registration last.
-        self._failed_steps: dict[str, FailedSteps] = {}
         # Groups with a registered rank, by replica.
         self._groups: dict[str, RankGroup] = {}
         self._closed = False
@@ -160,31 +140,16 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         if group is not None:
             group.check(rank)
         if rank.number == 0:
-            self._failed_steps_of(rank.worker_id).check()
+            self._deployment.losses.failed_steps_of(rank.worker_id).check()
         if group is None:
-            group = self._groups[rank.replica_id] = RankGroup(
-                rank.replica_id,
-                self._make_driver,
-                self._deployment.starting,
-                self._close,
-                wait_s=self._step_timeout_s,
-            )
+            group = RankGroup(rank.replica_id, self._deployment, self._security, self._close)
+            self._groups[rank.replica_id] = group
         group.join(rank)
         return group
 
     def _close(self, replica_id: str) -> None:
         del self._groups[replica_id]
         self._deployment.starting.pop(replica_id, None)
-
-    def _make_driver(self, ranks: Sequence[Rank], on_ready: Callable[[], None]) -> ReplicaDriver:
-        return ReplicaDriver(
-            ranks,
-            self._deployment,
-            step_timeout_s=self._step_timeout_s,
-            failed_steps=self._failed_steps_of(ranks[0].worker_id),
-            on_ready=on_ready,
-            security=self._security,
-        )
 
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:
         """Takes the requests off a worker that shuts down, and off the other ranks of its replica."""
@@ -198,13 +163,6 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._closed = True
         for group in list(self._groups.values()):
             await group.close()
-
-    def _failed_steps_of(self, worker_id: str) -> FailedSteps:
-        found = self._failed_steps.pop(worker_id, None) or FailedSteps(self._detach_after_failed_steps)
-        self._failed_steps[worker_id] = found
-        if len(self._failed_steps) > _REMEMBERED:
-            del self._failed_steps[next(iter(self._failed_steps))]
-        return found
 
 
 def _log_loss(log: FilteringBoundLogger, error: TriptychError) -> None:

@@ -55,13 +55,13 @@ class Configured:
 class Configurator:
     """Configures all ranks of a replica."""
 
-    def __init__(self, ranks: Sequence[Rank], deployment: Deployment, *, step_timeout_s: float) -> None:
-        """Prepares to configure; the ranks learn the scheduler's time limit of a step."""
+    def __init__(self, ranks: Sequence[Rank], deployment: Deployment) -> None:
+        """Prepares to configure a replica of the deployment."""
         self._ranks = ranks
         self._replica_id = ranks[0].replica_id
         self._sizes = ranks[0].sizes
         self._deployment = deployment
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = deployment.settings.step_timeout_s
         self._log = get_logger(replica=self._replica_id)
         # The last progress of each rank.
         self._progress: dict[int, str] = {}

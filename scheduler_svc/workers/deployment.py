@@ -43,7 +43,7 @@ class Deployment:
     def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
         """Starts without replicas; the settings describe the default engine."""
         clock = time.monotonic
-        self._settings = settings
+        self.settings = settings
         self._log = get_logger()
         self._give_up: asyncio.TimerHandle | None = None
         # Runs after the last loss. Until then, requests wait for a worker of sufficient size.
@@ -70,7 +70,7 @@ class Deployment:
         """Ends requests after too long a wait."""
         # Replicas with a stall.
         self._stalled: set[str] = set()
-        self.losses = Losses()
+        self.losses = Losses(settings.detach_after_failed_steps)
         """Counts lost workers and their effect on requests."""
         self._serving_listeners: list[Callable[[bool], None]] = []
         self._detach_listeners: list[Callable[[str, Totals], None]] = []
@@ -92,7 +92,7 @@ class Deployment:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
         # Refuse a worker of another model before it loads anything.
-        expected = self.served.info.source if self.served else self._settings.expect_model
+        expected = self.served.info.source if self.served else self.settings.expect_model
         if expected and (source := description.model.source) != expected:
             raise ConfigurationRefused(
                 f"replica {replica_id} serves {source!r} and this deployment {expected!r}; all workers must run one model"
@@ -117,7 +117,7 @@ class Deployment:
         served = describe_served(
             description.model,
             files,
-            served_names=self._settings.served_model_name,
+            served_names=self.settings.served_model_name,
             max_model_len=setup.max_model_len,
             weights_digest=description.weights_digest,
         )
@@ -154,7 +154,7 @@ class Deployment:
                 loop = asyncio.get_running_loop()
                 loop.call_later(_DISMANTLE_DELAY_S, loop.run_in_executor, None, _dismantle, memory)
             self._announce_serving()
-        wait_s, call_later = self._settings.replica_wait_s, asyncio.get_running_loop().call_later
+        wait_s, call_later = self.settings.replica_wait_s, asyncio.get_running_loop().call_later
         if not self._has_replicas and self._give_up is None:
             self._give_up = call_later(wait_s, self._suspend)
         if self._oversized is not None:
@@ -217,7 +217,7 @@ class Deployment:
     def _suspend(self) -> None:
         """Stops waiting for a worker: requests fail at once until a worker is back."""
         self._give_up = None
-        wait_s = self._settings.replica_wait_s
+        wait_s = self.settings.replica_wait_s
         error = Unavailable(f"no worker was ready for {wait_s:g} s; retry later", retry_after_ms=5000)
         if failed := self.engine.suspend(error):
             self._log.error("waiting_requests_failed", count=failed, reason="no worker")

@@ -8,7 +8,7 @@ from functools import partial
 import grpc.aio
 
 from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
-from protos.service.channels import PLAIN, LinkSecurity
+from protos.service.channels import LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
@@ -17,7 +17,7 @@ from scheduler_svc.workers.adapter_loader import AdapterLoader
 from scheduler_svc.workers.configure import Configurator
 from scheduler_svc.workers.deployment import Deployment, make_memory
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
-from scheduler_svc.workers.losses import FailedSteps, FailedTooOften
+from scheduler_svc.workers.losses import FailedTooOften
 from scheduler_svc.workers.progress import ProgressWatch, Stalled
 from scheduler_svc.workers.rank import Rank, ReplicaLost
 from scheduler_svc.workers.replicas import WorkerLink
@@ -46,28 +46,15 @@ class ReplicaDriver:
         self,
         ranks: Sequence[Rank],
         deployment: Deployment,
-        *,
-        step_timeout_s: float,
-        failed_steps: FailedSteps,
         on_ready: Callable[[], None],
-        security: LinkSecurity = PLAIN,
+        security: LinkSecurity,
     ) -> None:
-        """Prepares to dial the ranks.
-
-        Args:
-            ranks: all ranks of the replica, in order.
-            deployment: the deployment that the replica joins.
-            step_timeout_s: longest step, seconds. A slower replica counts as lost.
-            failed_steps: counts the failed steps of rank 0.
-            on_ready: called once the replica receives steps.
-            security: protection of the connections to the ranks.
-        """
+        """Prepares to dial all ranks, in order; calls `on_ready` once the replica receives steps."""
         self._ranks = ranks
         first = ranks[0]
         self._replica_id = first.replica_id
         self._deployment = deployment
-        self._step_timeout_s = step_timeout_s
-        self._failed_steps = failed_steps
+        self._failed_steps = deployment.losses.failed_steps_of(first.worker_id)
         self._on_ready = on_ready
         self._security = security
         self._log = get_logger(replica=first.replica_id, worker=first.worker_id, target=first.target)
@@ -116,7 +103,7 @@ class ReplicaDriver:
             loop = self._loop = StepLoop(
                 self._ranks[0].stub,
                 self._deployment.dispatch,
-                step_timeout_s=self._step_timeout_s,
+                step_timeout_s=self._deployment.settings.step_timeout_s,
                 failed_steps=self._failed_steps,
                 progress=ProgressWatch(partial(self._deployment.stalled, self._replica_id)),
                 log=self._log,
@@ -154,8 +141,7 @@ class ReplicaDriver:
 
     async def _serve(self, loop: StepLoop, link: WorkerLink) -> None:
         """Configures the ranks and runs steps. Ends only by raising."""
-        configurator = Configurator(self._ranks, self._deployment, step_timeout_s=self._step_timeout_s)
-        replica = await configurator.run()
+        replica = await Configurator(self._ranks, self._deployment).run()
         ready = replica.ready
         async with loop.stream() as call:
             memory = await asyncio.to_thread(

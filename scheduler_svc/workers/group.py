@@ -1,10 +1,12 @@
 """The registered ranks of a replica: they wait for one another until a driver serves all of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from protos.errors import ConfigurationRefused, InvalidArgument, TriptychError, Unavailable
+from protos.service.channels import LinkSecurity
 from protos.triptych.v1.registry_pb2 import RegisterEvent
+from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.driver import ReplicaDriver
 from scheduler_svc.workers.rank import Rank, ReplicaLost, check_sizes, ranks_text
 from scheduler_svc.workers.step_loop import Hung, Left
@@ -22,26 +24,17 @@ class RankGroup:
     def __init__(
         self,
         replica_id: str,
-        make_driver: Callable[[Sequence[Rank], Callable[[], None]], ReplicaDriver],
-        starting: dict[str, str],
+        deployment: Deployment,
+        security: LinkSecurity,
         on_closed: Callable[[str], None],
-        *,
-        wait_s: float,
     ) -> None:
-        """Starts without ranks.
-
-        Args:
-            replica_id: the replica.
-            make_driver: returns the driver of all ranks, given a function to call when the replica is ready.
-            starting: messages for people about replicas that are not ready yet.
-            on_closed: called once with the replica, when no rank is left or the driver ended.
-            wait_s: seconds to wait for missing ranks before the others start again.
-        """
+        """Starts without ranks; calls `on_closed` once, when no rank is left or the driver ended."""
         self._replica_id = replica_id
-        self._make_driver = make_driver
-        self._starting = starting
+        self._deployment = deployment
+        self._security = security
         self._on_closed = on_closed
-        self._wait_s = wait_s
+        # Ranks wait so long for missing ranks before they start again.
+        self._wait_s = deployment.settings.step_timeout_s
         self._patience: asyncio.TimerHandle | None = None
         self._ranks: dict[int, Rank] = {}
         # Ranks that announced their departure.
@@ -84,7 +77,7 @@ class RankGroup:
         for each in self._ranks.values():
             each.tell(RegisterEvent.STATE_ACCEPTED, f"dialling {each.target}")
         ranks = [self._ranks[number] for number in sorted(self._ranks)]
-        self._driver = self._make_driver(ranks, self._announce_serving)
+        self._driver = ReplicaDriver(ranks, self._deployment, self._announce_serving, self._security)
         self._task = self._driver.start()
         self._task.add_done_callback(self._driver_ended)
 
@@ -164,7 +157,7 @@ class RankGroup:
             rank.tell(state, message)
 
     def _announce_waiting(self) -> None:
-        text = self._starting[self._replica_id] = f"waiting for {self._missing()}"
+        text = self._deployment.starting[self._replica_id] = f"waiting for {self._missing()}"
         self._tell_all(RegisterEvent.STATE_ACCEPTED, f"{text} of replica {self._replica_id}")
 
     def _missing(self) -> str:

@@ -12,12 +12,18 @@ from scheduler_svc.workers.progress import Stall
 # Most request ids in a log line.
 _MOST_NAMED = 16
 
+# Most workers with remembered failed steps; a restarted process is another worker.
+_REMEMBERED = 1024
+
 
 class Losses:
     """Losses since the scheduler's start."""
 
-    def __init__(self) -> None:
-        """Starts without losses."""
+    def __init__(self, detach_after_failed_steps: int) -> None:
+        """Starts without losses; so many consecutive failed steps cost a worker its registration."""
+        self._detach_after_failed_steps = detach_after_failed_steps
+        # By worker, the latest registration last.
+        self._failed_steps: dict[str, FailedSteps] = {}
         self.workers: Counter[Loss] = Counter()
         """Attached workers, lost or left, by reason."""
         self.stalls: Counter[Stall] = Counter()
@@ -27,6 +33,14 @@ class Losses:
         self.num_failed = 0
         """Requests failed after the loss of too many workers."""
         self._log = get_logger()
+
+    def failed_steps_of(self, worker_id: str) -> "FailedSteps":
+        """Returns the failed steps of a worker, also of its earlier registrations."""
+        found = self._failed_steps.pop(worker_id, None) or FailedSteps(self._detach_after_failed_steps)
+        self._failed_steps[worker_id] = found
+        if len(self._failed_steps) > _REMEMBERED:
+            del self._failed_steps[next(iter(self._failed_steps))]
+        return found
 
     def note(self, replica_id: str, loss: Loss, detached: Detached) -> None:
         """Counts a loss and logs its effect on requests."""

@@ -66,11 +66,7 @@ async def run_scheduler(
     serving: asyncio.Queue[bool] = asyncio.Queue()
     deployment.on_serving(serving.put_nowait)
     servicer = InferenceServicer(deployment, settings)
-    registry = RegistryServicer(
-        deployment,
-        step_timeout_s=settings.step_timeout_s,
-        detach_after_failed_steps=settings.detach_after_failed_steps,
-    )
+    registry = RegistryServicer(deployment)
 
     def register(server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
