@@ -21,6 +21,31 @@ def test_arrival_order_ignores_priority_and_tenant() -> None:
     assert take_all(queue_of(*reversed(requests), order=ArrivalOrder())) == requests
 
 
+def test_idling_earns_no_credit() -> None:
+    """A tenant that returns is level with the least served tenant, not ahead of it."""
+    queue = queue_of(*(busy := [make_request(tenant="busy") for _ in range(3)]))
+    queue.tenants.charge("busy", 1000)
+    back = [make_request(tenant="back") for _ in range(2)]
+    for request in back:
+        queue.add(request)
+    assert queue.peek(0.0) is busy[0]
+    queue.tenants.charge("busy", 1)
+    assert queue.peek(0.0) is back[0]
+    queue.tenants.charge("back", 2)
+    assert queue.peek(0.0) is busy[0]
+
+
+def test_running_alone_costs_a_tenant_nothing() -> None:
+    """Tokens served while no other tenant is active do not count against a tenant."""
+    tenants = Tenants()
+    tenants.add(alone := make_request(tenant="alone"))
+    tenants.remove(alone)
+    tenants.charge("alone", 100)
+    tenants.add(make_request(tenant="new"))
+    tenants.add(alone)
+    assert tenants["new"] == tenants["alone"] == 100
+
+
 def test_a_batch_passes_over_a_bounded_number() -> None:
     """However long the queue is."""
     queue = queue_of(*(make_request() for _ in range(MOST_PASSED + 9)))
