@@ -72,13 +72,7 @@ class Stream:
     """What one client has received so far."""
 
     def __init__(self, question: Question, number: int, on_tokens: Callable[[int], None]) -> None:
-        """Starts without a token.
-
-        Args:
-            question: what the client asks.
-            number: makes its request's id unique.
-            on_tokens: called with the number of new tokens.
-        """
+        """Starts without a token."""
         self.question = question
         self.number = number
         self._on_tokens = on_tokens

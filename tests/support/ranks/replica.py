@@ -155,14 +155,6 @@ class Replica:
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name)
 
-    def load_lora(self, name: str, source: Path) -> inference_pb2.LoraInfo:
-        """Loads a LoRA adapter on all ranks."""
-        return self._stub.LoadLora(inference_pb2.LoadLoraRequest(name=name, source=str(source)), timeout=60)
-
-    def unload_lora(self, name: str) -> None:
-        """Unloads a LoRA adapter."""
-        self._stub.UnloadLora(inference_pb2.UnloadLoraRequest(name=name), timeout=60)
-
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
         self._stub.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest(), timeout=20)

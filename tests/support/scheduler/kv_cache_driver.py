@@ -16,14 +16,7 @@ class KvCacheDriver:
         self, windows: Sequence[int | None], shapes: ShapeConfig, num_blocks: int,
         options: CacheOptions = CacheOptions(cache_generated=True),  # noqa: B008 - immutable
     ) -> None:  # fmt: skip
-        """Makes a cache.
-
-        Args:
-            windows: one KV group per entry: None for full attention, else a sliding window in tokens.
-            shapes: block size, chunk and longest sequence.
-            num_blocks: blocks of each group, including the null block.
-            options: how prefixes are reused.
-        """
+        """Makes a cache."""
         groups = [
             KvGroup(GroupKind.FULL) if window is None else KvGroup(GroupKind.PAGED_WINDOW, window)
             for window in windows

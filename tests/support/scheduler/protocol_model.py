@@ -49,12 +49,7 @@ class ModelWorker:
     """A worker's process: a device, one stream at a time, and the threads that run the worker's own code."""
 
     def __init__(self, device: SimulatedDevice, *, runs_ahead: bool) -> None:
-        """Starts without a stream.
-
-        Args:
-            device: computes the tokens.
-            runs_ahead: whether a step may be launched before the tokens of the one before are read.
-        """
+        """Starts without a stream."""
         self.device = device
         self.stream: Stream | None = None
         self._runs_ahead = runs_ahead
@@ -77,12 +72,7 @@ class ModelWorker:
         return stream
 
     def break_stream(self, *, arrived: int, running: bool) -> None:
-        """Ends the stream.
-
-        Args:
-            arrived: how many of the plans that are under way arrive before the end.
-            running: whether the next step has begun already; it then ends, but its result is lost.
-        """
+        """Ends the stream once some plans have arrived; a running step still ends, but its result is lost."""
         assert self.stream is not None
         for _ in range(arrived):
             self.read()
@@ -106,11 +96,7 @@ class ModelWorker:
             self._tasks.append((self.stream, self._runner, self.stream.read()))
 
     def run(self, *, fails: bool = False) -> None:
-        """Runs one step, or frees the slots of a stream that is gone, or reads what has run.
-
-        Args:
-            fails: whether the step raises after it has written.
-        """
+        """Runs one step, or frees the slots of a stream that is gone, or reads what has run."""
         if self._running is None:
             self._begin()
         if self._running is None:

@@ -89,17 +89,7 @@ class SchedulerPeer:
         self, *, max_num_seqs: int, max_num_batched_tokens: int, block_size: int, num_blocks: int,
         max_model_len: int, prefix_caching: bool = True, log_stats: bool = True,
     ) -> None:  # fmt: skip
-        """Builds the scheduler.
-
-        Args:
-            max_num_seqs: requests that may run at once.
-            max_num_batched_tokens: tokens of one step over all requests.
-            block_size: tokens of a KV block.
-            num_blocks: blocks of the pool, including the null block.
-            max_model_len: longest sequence, tokens.
-            prefix_caching: whether blocks are hashed, indexed and looked up.
-            log_stats: whether each step gathers statistics, which is the default of vLLM's servers.
-        """
+        """Builds the scheduler."""
         prepare()
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -167,21 +157,16 @@ def _engine_config(**arguments: object) -> Any:
 
 
 class KvCachePeer:
-    """vLLM's `KVCacheManager`, driven as its scheduler drives it."""
+    """vLLM's `KVCacheManager`, driven as its scheduler drives it.
+
+    There is a KV group for each window; None stands for full attention. All groups share one pool.
+    """
 
     def __init__(
         self, windows: Sequence[int | None], *, num_blocks: int, block_size: int, max_model_len: int,
         chunk: int | None = None,
     ) -> None:  # fmt: skip
-        """Builds the manager.
-
-        Args:
-            windows: one KV group per entry: None for full attention, else a sliding window in tokens.
-            num_blocks: blocks of the pool that all groups share, including the null block.
-            block_size: tokens of a block and of a hash.
-            max_model_len: longest sequence, tokens.
-            chunk: tokens of a prefill step; whole prompts if None.
-        """
+        """Builds the manager."""
         prepare()
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 

@@ -23,18 +23,6 @@ def place_of(rig: Rig, name: str) -> str | None:
     return request.replica_id
 
 
-def test_requests_spread_over_replicas() -> None:
-    """Eight equal requests on two replicas with four slots run at once, four on each."""
-    rig = make_rig()
-    second = add_replica(rig)
-    for index in range(8):
-        rig.submit(make_submission([5 + index, 6], request_id=f"r{index}"))
-    assert (rig.scheduler.num_running, second.scheduler.num_running) == (4, 4)
-    run(rig, second)
-    for index in range(8):
-        assert rig.sinks[f"r{index}"].tokens == expected_tokens([5 + index, 6], 8)
-
-
 def test_a_request_goes_where_its_prefix_is() -> None:
     """A request runs on the replica that has cached its prefix."""
     rig = make_rig()

@@ -24,13 +24,7 @@ class PipelinedWorker:
     """Passes, in virtual time, each plan through all stages, in order, and answers it behind the last one."""
 
     def __init__(self, rig: Rig, takes: Callable[[StepPlan], float], stages: int) -> None:
-        """Drives the rig's scheduler and its clock.
-
-        Args:
-            rig: its device computes the tokens.
-            takes: the time of a plan on each stage.
-            stages: stages of the worker.
-        """
+        """Drives the rig's scheduler and its clock."""
         self._rig = rig
         self._takes = takes
         self._free_at = [0.0] * stages
