@@ -16,9 +16,9 @@ from worker_svc.shapes import NULL_BLOCK, KvGroup, ShapeConfig
 
 
 class StagedWrites:
-    """Collects what admissions write to some tensors, so that all of a plan's travel in one copy.
+    """Collects the writes of a plan's admissions, which travel to the device in a single copy.
 
-    A copy costs the host and the device about the same for one word as for thousands.
+    A copy costs host and device about the same for a word as for thousands.
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
@@ -29,15 +29,15 @@ class StagedWrites:
         self._staged: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
 
     def add(self, slot: int, target: int, place: int, words: Sequence[int]) -> None:
-        """Stages words for places of a flat target; no other staged write has the same."""
+        """Stages words for places of a flat target; staged writes do not overlap."""
         self._staged.setdefault(slot, []).append((target, place, words))
 
     def drop(self, slot: int) -> None:
-        """Forgets what is staged for a slot."""
+        """Forgets the staged writes of a slot."""
         self._staged.pop(slot, None)
 
     def copy(self) -> None:
-        """Writes everything that is staged, in the order of the device's stream. Does not wait for it."""
+        """Performs the staged writes in the order of the device's stream, without waiting for it."""
         if not self._staged:
             return
         writes = sorted(
@@ -73,7 +73,7 @@ class Batch:
     sampling: SamplingState
     """The slots' sampling parameters."""
     padding_row: int
-    """The row that stands in for missing slots."""
+    """The row of missing slots."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Batch:
         self._device = device
         self.padding_row = shapes.max_num_seqs
         rows = shapes.max_num_seqs + 1
-        # One column more than the longest sequence, for the token sampled after its last one.
+        # A column more than the longest sequence, for the token sampled after its end.
         self._tokens = torch.zeros((rows, shapes.max_model_len + 1), dtype=torch.int64, device=device)
         self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tables = [
@@ -127,7 +127,7 @@ class Batch:
     def admit(self, request: Admission, adapter_slot: int = NO_ADAPTER) -> None:
         """Puts a request into its slot, with its LoRA adapter's slot. Changes nothing if it raises.
 
-        The device's tensors get it with the next `copy_admitted`, which steps and `grow` need.
+        The next `copy_admitted` writes it to the device, as steps and `grow` require.
 
         Raises:
             Internal: if the slot is taken or the request does not fit.
@@ -169,7 +169,7 @@ class Batch:
             raise
 
     def copy_admitted(self) -> None:
-        """Copies all requests admitted since the last call to the device, in one transfer."""
+        """Copies all newly admitted requests to the device, in a single transfer."""
         self._admitted.copy()
 
     def grow(self, growth: Growth) -> None:
@@ -183,7 +183,7 @@ class Batch:
         self._append(growth)
 
     def ready(self, work: Work) -> Prefill | Decode | None:
-        """Returns what of the work can run: a decode step skips slots with several known tokens to compute.
+        """Returns the runnable work: a decode step skips slots with several known tokens to compute.
 
         Raises:
             Internal: naming the first slot whose state contradicts the work.
@@ -215,10 +215,9 @@ class Batch:
     def prefill_inputs(
         self, chunk: int, work: Prefill | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the static-shaped tensors of a prefill step of `chunk` tokens, all padding without work.
+        """Returns token ids [chunk], positions [chunk] and the attention inputs of each KV group.
 
-        Returns:
-            Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
+        All are of static shape, and padding without work.
         """
         block_size = self._shapes.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
@@ -242,7 +241,7 @@ class Batch:
         return tokens, positions, inputs
 
     def has_adapters(self, slots: Sequence[int]) -> bool:
-        """Whether a LoRA adapter belongs to one of these slots."""
+        """Whether any of these slots uses a LoRA adapter."""
         return any(self._adapter_slots[slot] != NO_ADAPTER for slot in slots)
 
     def adapters_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -250,18 +249,14 @@ class Batch:
         return self._adapters[rows]
 
     def chunk_adapters(self, chunk: int, work: Prefill | None) -> torch.Tensor:
-        """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
+        """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` stands for padding."""
         adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
         return torch.full((chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
-        """Returns the tensors of a decode step.
+        """Returns token ids [bucket], positions [bucket] and the attention inputs of each KV group.
 
-        Args:
-            rows: int64 [bucket], the rows' slots, including padding.
-
-        Returns:
-            Token ids [bucket], positions [bucket] and the attention inputs of each KV group.
+        `rows`, int64 [bucket], are the slots of the rows, including padding.
         """
         block_size, bucket = self._shapes.block_size, rows.shape[0]
         positions = self._computed[rows]
@@ -280,7 +275,7 @@ class Batch:
         return tokens, positions, inputs
 
     def sampling_batch(self, slots: Sequence[int]) -> SamplingBatch:
-        """Returns what a step must compute to sample tokens for these slots."""
+        """Returns the sampling requirements of a step for these slots."""
         return self.sampling.batch(slots, self._num_known)
 
     def tokens_of(self, slot: int, start: int, end: int) -> torch.Tensor:
@@ -288,7 +283,7 @@ class Batch:
         return self._tokens[slot, start : max(start, end)]
 
     def advance_prefill(self, work: Prefill, token: torch.Tensor | None) -> None:
-        """Records a computed chunk and the token sampled after it, int64 [1], if there is one."""
+        """Records a computed chunk and the token sampled after it, int64 [1], if any."""
         end = work.start + work.num_tokens
         self._num_computed[work.slot] = end
         # As slices: to store a single number, PyTorch waits for the device.
@@ -297,16 +292,17 @@ class Batch:
             self._tokens[work.slot, end : end + 1] = token[:1]
             self._num_known[work.slot] = end + 1
 
-    def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Records on the device one more computed token and the next token (int64 [bucket]) of each row.
+    def advance_rows(self, rows: torch.Tensor, tokens: torch.Tensor) -> tuple[()]:
+        """Records on the device a computed token and the next token (int64 [bucket]) of each row.
 
-        Nothing depends on the tensors' values, so a device can capture this. Padded rows are written with the
-        values that they already have.
+        Nothing depends on the tensors' values, so a device can capture this (hence the empty tuple).
+        Padded rows are rewritten with their own values.
         """
         real = rows != self.padding_row
         computed = self._computed[rows] + real
         self._computed[rows] = computed
         self._tokens[rows, computed] = torch.where(real, tokens, 0)
+        return ()
 
     def advance_decode(self, slots: Sequence[int]) -> None:
         """Records the same on the host."""
@@ -331,7 +327,7 @@ class Batch:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")
 
     def _check_grant(self, growth: Growth, computed: int) -> None:
-        """Refuses blocks that do not exist or fit, or are null where a token is still visible."""
+        """Refuses nonexistent blocks, too many, and null blocks with visible tokens."""
         slot, group_id = growth.slot, growth.group_id
         if not 0 <= group_id < len(self._groups):
             raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")
@@ -387,7 +383,7 @@ class Batch:
         """Notes how many tokens fit into a slot's blocks."""
         room = self._shapes.max_model_len
         for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
-            # One block in place holds the whole window.
+            # A single block in place holds the whole window.
             if group.kind is not GroupKind.IN_PLACE_WINDOW or not counts[slot]:
                 room = min(room, counts[slot] * self._shapes.block_size)
         self._room[slot] = room

@@ -1,4 +1,4 @@
-"""The memory of keys and values: one tensor per KV group, addressed by the scheduler's block ids."""
+"""The memory of keys and values: a tensor per KV group, addressed by the scheduler's block ids."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,9 +15,6 @@ from worker_svc.shapes import KvGroup, ShapeConfig
 class KvCache:
     """The memory of all KV groups."""
 
-    num_blocks: tuple[int, ...]
-    """Blocks per group, including the null block."""
-
     def __init__(
         self, device: Device, groups: Sequence[KvGroup], block_size: int, num_blocks: Sequence[int]
     ) -> None:
@@ -26,12 +23,10 @@ class KvCache:
         Raises:
             ConfigurationRefused: if there is not enough memory.
         """
-        self.num_blocks = tuple(num_blocks)
         self._device = device
         self._groups = tuple(groups)
         self._tokens_per_block = [group.tokens_per_block(block_size) for group in groups]
-        # Per group, tensors [layers, ...]. Usually one tensor: then one operation copies a block in all
-        # layers.
+        # Per group, tensors [layers, ...]. Usually a single tensor, so that a block's copy is one operation.
         self._tensors: list[list[torch.Tensor]] = []
         try:
             for group, count in zip(groups, num_blocks, strict=True):
@@ -49,7 +44,7 @@ class KvCache:
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
-        """Bytes of one block of each group, over all of its layers."""
+        """Bytes of a block of each group, over all of its layers."""
         return tuple(
             group.bytes_per_token * tokens
             for group, tokens in zip(self._groups, self._tokens_per_block, strict=True)
@@ -66,8 +61,8 @@ class KvCache:
     def clear(self, group_id: int, block_ids: Sequence[int]) -> None:
         """Zeroes blocks before another request uses them.
 
-        Kernels read whole tiles and multiply the entries past a sequence's end by 0. That hides any finite
-        value, but 0 times NaN is NaN: without zeroing, one broken request would break the next.
+        Kernels read whole tiles and multiply the entries past a sequence's end by 0. This hides any finite
+        value, but 0 times NaN is NaN: without zeroing, a broken request would break the next.
         """
         for caches, block in itertools.product(self._tensors[group_id], block_ids):
             self._device.clear_block(caches, block)
@@ -82,9 +77,9 @@ class KvCache:
 def count_blocks(groups: Sequence[KvGroup], shapes: ShapeConfig, budget: int) -> tuple[int, ...]:
     """Returns how many blocks of each group fit into `budget` bytes, in the ratio of the longest sequences.
 
-    The count stops at the blocks that all slots need at full length, including the windows kept per slot.
-    Shorter sequences leave blocks free for cached prefixes. When memory is short, fewer windows are kept so
-    that at least one sequence fits.
+    The count stops at the need of all slots at full length, including the windows kept per slot. Shorter
+    sequences leave blocks free for cached prefixes. Short of memory, fewer windows are kept to fit at least
+    one sequence.
 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.

@@ -1,21 +1,20 @@
 """Keeps the ranks of a replica on the same steps.
 
-Rank 0 leads: before it launches a step, it announces that step to the other ranks. They launch exactly what
-is announced, in that order, so no rank can run a step more than another, whatever ends a plan's work and
-whenever the next plan arrives. The ranks of the last stage choose the same tokens by themselves, because
+Rank 0 leads: it announces each step to the other ranks before it launches the step. They launch exactly the
+announced steps, in order, so no rank can run a step more than another, whatever ends a plan's work and
+whenever the next plan arrives. The ranks of the last stage choose the same tokens independently, because
 sampling is a function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the
-result of the step, and an announcement says how many results a rank must have applied before it launches the
-step: a decode step waits for the earlier steps of its rows, so all ranks know the same of them.
+result of the step. An announcement includes the number of results to apply before its step: a decode step
+waits for the earlier steps of its rows, so all ranks know the same of them.
 
-Each configuration is announced as well, when rank 0 begins it. Another rank begins its next one only after
-that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
-it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
-For the same reason rank 0 announces which LoRA adapter leaves the host: it may have run a plan that admits a
-request of the adapter before another rank has.
+Rank 0 also announces the beginning of each configuration. Another rank begins its next configuration only
+then, once per announcement. Until then it keeps the old configuration, because rank 0 may still run steps
+with it when the scheduler asks both for the new one. So a rank drops nothing before rank 0 does.
+For the same reason rank 0 announces the eviction of a LoRA adapter from the host: its own plans with requests
+of the adapter may be ahead of another rank's.
 
-A step that fails on one rank alone would leave the others waiting in a collective. A plan that contradicts
-earlier plans is refused alike on all ranks, since all have the same state and the same plans; any other
-exception ends the process.
+A step failing on a single rank would leave the others waiting in a collective. All ranks refuse a
+contradictory plan alike, since state and plans are equal; any other exception ends the process.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ from worker_svc.pending_step import PendingStep
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 
-# Flags that change which collectives a step runs, or what it computes.
+# Flags with an effect on a step's collectives or results.
 _FLAGS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "backend", "enable_warm_up", "compile_strict", "rbln_backend", "rbln_use_device_tensor",
     "rbln_num_devices_per_local_rank", "rbln_use_custom_kernel", "rbln_moe_use_opt_kernel", "rbln_moe_custom_kernel",
@@ -44,7 +43,7 @@ _FLAGS = (
 
 
 def rank_facts(settings: Settings, device: Device, dtype: str) -> dict[str, str]:
-    """Returns the facts of this rank, by their names for people."""
+    """Returns the properties that all ranks must share, by their names for people."""
     options = graph_options(settings, device)
     flags = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _FLAGS}
     return {
@@ -65,7 +64,7 @@ _COUNT_BYTES, _ID_BYTES = 4, 8
 
 
 class PlanRefused(Internal):
-    """A plan contradicts earlier plans. All ranks find it alike, before the device gets work."""
+    """A plan contradicts earlier plans. All ranks raise it alike, before the device gets work."""
 
 
 GiveUp = Callable[[str], None]
@@ -73,21 +72,21 @@ GiveUp = Callable[[str], None]
 
 
 class Steps(Protocol):
-    """What runs the steps of one rank: `execution.engine.Engine`."""
+    """The engine of a rank, `execution.engine.Engine`."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device."""
         ...
 
     def apply(self, result: StepResult) -> None:
-        """Applies the result of the oldest pending step, which the last stage reported."""
+        """Applies the last stage's result of the oldest pending step."""
 
     def reset(self) -> None:
         """Frees every slot."""
 
 
 class _Results:
-    """The results of steps that have arrived at a rank before the last stage."""
+    """Step results received by a rank before the last stage."""
 
     def __init__(self) -> None:
         self._arrived: deque[StepResult] = deque()
@@ -101,14 +100,14 @@ class _Results:
         return result
 
     def take(self, count: int, *, more: bool = False) -> list[StepResult]:
-        """Returns the `count` oldest results, waiting for them, or also all `more` that are here."""
+        """Waits for `count` results. Returns the oldest, or with `more` all received ones."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._arrived) >= count)
             return [self._arrived.popleft() for _ in range(len(self._arrived) if more else count)]
 
 
 class _Together:
-    """Ends the process if a block raises: other ranks may wait for this one."""
+    """Ends the process if a block raises: other ranks may wait for this rank."""
 
     def __init__(self, group: RankGroup, give_up: GiveUp) -> None:
         self._group = group
@@ -126,22 +125,22 @@ class _Together:
 
 
 class Leader:
-    """Rank 0: launches steps that the scheduler plans, after announcing them."""
+    """Rank 0: announces the scheduler's steps, and launches them."""
 
     def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp) -> None:
-        """Leads `group`; `give_up` is called if a step breaks it."""
+        """Leads `group`; calls `give_up` if a step breaks it."""
         self._engine = engine
         self._group = group
         self._together = _Together(group, give_up)
         self._results = _Results()
-        # The slots of each step whose result was not applied yet, arrived or not.
+        # The slots of each step without an applied result, received or not.
         self._unapplied: deque[Sequence[int]] = deque()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Announces a step and launches it; see `Engine.launch`.
 
-        A decode step of a pipeline first waits for the results of its rows' steps under way, which another
-        thread must be reading.
+        A decode step of a pipeline first waits for the results of its rows' steps under way. Another thread
+        must be reading them.
         """
         with self._together:
             self._announce(_PLAN, plan_to_proto(plan).SerializeToString(), self._num_needed(plan.work))
@@ -152,7 +151,7 @@ class Leader:
         return replace(launched, read_result=self._wait_for_result, runs_ahead=True)
 
     def _num_needed(self, work: Work | None) -> int:
-        """Returns how many results must be applied before work whose rows may have steps under way."""
+        """Returns how many results must be applied before the work: those of its rows' steps under way."""
         if not isinstance(work, Decode):
             return 0
         rows = set(work.slots)
@@ -160,7 +159,7 @@ class Leader:
         return max(counts, default=0)
 
     def _announce(self, kind: bytes, message: bytes = b"", num_needed: int = 0) -> None:
-        """Tells the other ranks what comes next, and applies the results that all ranks apply before it."""
+        """Announces the next action, and applies the results that all ranks apply before it."""
         results = self._results.take(num_needed, more=True)
         self._group.plans.send(kind + len(results).to_bytes(_COUNT_BYTES, "little") + message)
         for result in results:
@@ -179,21 +178,18 @@ class Leader:
             self._engine.reset()
 
     def unload(self, adapter_id: int) -> None:
-        """Announces that an adapter leaves the host; the other ranks free it after the plans before."""
+        """Announces an adapter's eviction from the host; the other ranks free it after earlier plans."""
         with self._together:
             self._announce(_UNLOAD, adapter_id.to_bytes(_ID_BYTES, "little"))
 
     def begin(self) -> None:
-        """Announces a new configuration; the other ranks drop the one that they have.
-
-        Waits for the results of all steps before.
-        """
+        """Announces a new configuration, after the results of all steps; the other ranks drop theirs."""
         with self._together:
             self._announce(_BEGIN, num_needed=len(self._unapplied))
 
 
 class Follower:
-    """Another rank: launches what rank 0 announces."""
+    """Another rank: launches the steps announced by rank 0."""
 
     def __init__(
         self, engine: Steps, group: RankGroup, give_up: GiveUp, release: Callable[[], None],
@@ -208,7 +204,7 @@ class Follower:
         self._release = release
         self._results = _Results()
         self.num_begun = 0
-        """Configurations that rank 0 has begun."""
+        """Configurations begun by rank 0."""
         self._num_own = 0
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
@@ -217,7 +213,7 @@ class Follower:
 
     @property
     def may_begin(self) -> bool:
-        """Whether rank 0 has begun a configuration that this rank has not."""
+        """Whether rank 0 is a configuration ahead."""
         return self.num_begun > self._num_own
 
     def begin(self) -> None:
@@ -231,7 +227,7 @@ class Follower:
         self._num_own += 1
 
     def end_if_unasked(self, number: int) -> None:
-        """Ends the process if this rank has not begun configuration `number`: rank 0 waits for it."""
+        """Ends the process unless this rank has begun configuration `number`: rank 0 waits for it."""
         if self._num_own < number:
             self._give_up("rank 0 has begun a configuration that this rank was not asked for")
 
@@ -241,15 +237,14 @@ class Follower:
             return self._group.plans.receive()
 
     def run(self, announcement: bytes) -> Callable[[], None] | None:
-        """Launches an announced step.
+        """Launches an announced step. Returns the rest of its work, if any, for any thread.
 
-        Returns:
-            What is left to do once the step's tokens are known, if anything: another thread may do it.
+        The rest begins with a wait for the step's tokens.
         """
         kind, count = announcement[:1], int.from_bytes(announcement[1 : 1 + _COUNT_BYTES], "little")
         message = announcement[1 + _COUNT_BYTES :]
         with self._together:
-            # The last stage has its tokens already.
+            # The last stage knows its tokens already.
             for result in self._results.take(0 if self._group.layout.is_last_stage else count):
                 self._engine.apply(result)
             if kind == _PLAN:
@@ -272,7 +267,7 @@ class Follower:
             return None
         if launched.runs_ahead:
             return lambda: self._report(plan, launched.read)
-        # The next step may overwrite what is not read yet.
+        # The next step may overwrite unread results.
         known = launched.read()
         return lambda: self._report(plan, lambda: known)
 
@@ -284,7 +279,7 @@ class Follower:
             self._group.results.send(message.SerializeToString())
 
     def _receive_results(self) -> None:
-        # Without this thread, the next step would wait for ever.
+        # Without this thread, the next step would wait indefinitely.
         with contextlib.suppress(Exception), self._together:
             while True:
                 self._results.add(self._group.results.receive())

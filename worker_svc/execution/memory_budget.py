@@ -6,14 +6,14 @@ the same memory, so a step of `tokens` tokens needs at most ::
 
     tokens * (width * itemsize + 6 * hidden * 4)
 
-bytes. The second term is for norms, which some models compute in float32. Recorded graphs have separate
-memory, so their needs add up over all signatures. Without recording, only the largest step counts.
+bytes. The second term is for norms, which some models compute in float32. Recorded graphs own their memory,
+so their needs add up over all signatures. Without recording, only the largest step counts.
 The logits of the largest bucket, in the model's type and in float32, add ::
 
     rows * vocab * (itemsize + 4)
 
-Sampling adds its workspace and its parameter tables, which have a row per slot. They count from the start,
-although they are allocated when the first request needs them.
+Sampling adds its workspace and its parameter tables with a row per slot. They count from the start,
+although the first request allocates them.
 """
 
 import math
@@ -35,13 +35,13 @@ _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 
 
 def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded: bool) -> int:
-    """Returns the bytes that steps need beside weights and KV cache.
+    """Returns the bytes of steps in addition to weights and KV cache.
 
     Args:
         size: the model's.
-        steps: tokens of one step, for each signature.
+        steps: tokens of a step, for each signature.
         rows: rows of the largest batch of logits.
-        recorded: whether each signature has its own memory, as recorded graphs do.
+        recorded: whether each signature owns memory, as recorded graphs do.
     """
     per_token = size.width * size.itemsize + _WIDE_STATES * size.hidden_size * _FLOAT32
     logits = rows * size.vocab_size * (size.itemsize + _FLOAT32)
@@ -49,13 +49,13 @@ def working_bytes(size: ModelSize, steps: Sequence[int], rows: int, *, recorded:
 
 
 def check_weights(checkpoint: Checkpoint, dtype: str, device: Device, *, ranks: int = 1) -> None:
-    """Refuses weights that exceed the device's free memory, before they are read.
+    """Refuses weights larger than the device's free memory, before they are read.
 
     Args:
         checkpoint: the model's.
         dtype: the `--dtype` setting.
-        device: without any part of the model on it yet.
-        ranks: how many share the model.
+        device: still without any part of the model.
+        ranks: the number of ranks that share the model.
 
     Raises:
         ConfigurationRefused: with both sizes.
@@ -80,7 +80,7 @@ def free_memory(device: Device) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Divides the memory that the weights leave free between graphs and KV cache."""
+    """Divides the memory left by the weights between graphs and KV cache."""
 
     device: Device
     size: ModelSize
@@ -90,7 +90,7 @@ class MemoryBudget:
     kv_memory: float | None
     """The setting `--kv-memory`: GiB of KV cache."""
     kv_share: float
-    """The setting `--kv-share`: the KV cache's share of what weights and graphs leave free."""
+    """The setting `--kv-share`: the KV cache's share of the memory left by weights and graphs."""
     before_load: bool = False
     """Whether the weights are still to be read. Those of a CPU take no memory until then."""
 
@@ -125,8 +125,7 @@ class MemoryBudget:
         """Returns the shapes with their blocks counted.
 
         Raises:
-            ConfigurationRefused: if it needs more than is free; names the numbers and a setting that would
-                fit.
+            ConfigurationRefused: if memory is short; names the numbers and a fitting setting.
         """
         free = self._free()
         if free is None and self.kv_memory is None and not shapes.num_blocks:
@@ -178,7 +177,7 @@ class MemoryBudget:
         return f"device {self.device.name} has {_gib(free)} free beside {weights} of weights"
 
     def _smaller(self, shapes: ShapeConfig, free: int) -> str:
-        """Names the setting that would make graphs fit."""
+        """Names a setting for graphs that fit."""
 
         def chunk(count: int) -> ShapeConfig:
             scaled = tuple(max(1, size * count // shapes.chunk) for size in shapes.chunk_sizes)
@@ -213,7 +212,7 @@ def _count(shapes: ShapeConfig, groups: Sequence[KvGroup], budget: int) -> Shape
     try:
         return replace(shapes, num_blocks=count_blocks(groups, shapes, budget))
     except ConfigurationRefused as error:
-        # The text ends with the setting to lower; add the largest length that fits.
+        # The text ends with the setting to lower; add the largest fitting length.
         for width in range(shapes.table_width - 1, 0, -1):
             shorter = replace(shapes, max_model_len=width * shapes.block_size, windows_kept_per_slot=0)
             needed = sum(

@@ -1,4 +1,4 @@
-"""Runs a generating model's plans: prepares inputs, executes the model, selects tokens."""
+"""Runs a generating model's plans: applies a plan to the batch, runs its graph, selects tokens."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from worker_svc.shapes import KvGroup, ShapeConfig
 
 
 class Runner:
-    """A model, its KV cache and its persistent batch. Not thread-safe: one thread runs all plans."""
+    """A model, its KV cache and its persistent batch. Not thread-safe: a single thread runs all plans."""
 
     cache: KvCache
     graphs: GraphRunner
@@ -76,7 +76,9 @@ class Runner:
         self.cache = KvCache(device, groups, shapes.block_size, shapes.num_blocks)
         self._batch = Batch(shapes, groups, shapes.num_blocks, device.torch_device, vocabulary)
         if device.captures:
-            self._fix_addresses()
+            # Captured steps hold these by their addresses.
+            self._batch.sampling.allocate()
+            self._batch.sampling.workspace(shapes.decode_buckets[-1])
         self._stage = Stage(
             model, self._batch, group, device.torch_device,
             most_tokens=max(shapes.chunk, shapes.decode_buckets[-1]),
@@ -94,18 +96,13 @@ class Runner:
         )  # fmt: skip
         self.graphs = self._steps.graphs
 
-    def _fix_addresses(self) -> None:
-        """Allocates what captured steps hold by its address, and what must not move afterwards."""
-        self._batch.sampling.allocate()
-        self._batch.sampling.workspace(self._shapes.decode_buckets[-1])
-
     def signatures(self) -> list[GraphSignature]:
-        """Returns every kind of step that plans may ask for."""
+        """Returns every kind of step in plans."""
         return self._steps.signatures()
 
     @property
     def is_exact(self) -> bool:
-        """Whether a token has the same bits in every kind of step; False while graphs are missing."""
+        """Whether every kind of step gives a token the same bits; False while graphs are missing."""
         return all(self.graphs.is_exact(signature) for signature in self._steps.signatures())
 
     @torch.inference_mode()
@@ -123,22 +120,17 @@ class Runner:
         self._steps.warm_up(progress)
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Launches one step and waits for it; see `launch`.
-
-        Returns one output for each refused admission, then one for each slot that produced a token, in order.
-        """
+        """Launches a step and waits for its outputs; see `PendingStep.wait`."""
         return self.launch(plan).wait()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands the first step of its work to the device.
 
-        A request whose admission is refused fails alone, and the rest of the plan runs without its slot. So
-        does a decode step without slots that have more than one token to compute.
+        Skips the slots of refused admissions, and in a decode step slots with several tokens to compute.
 
         Raises:
-            PlanRefused: if the plan contradicts earlier plans. The state of the slots that it names is then
-                undefined.
+            PlanRefused: if the plan contradicts earlier plans. Its slots are in an undefined state then.
         """
         try:
             work, refused = self._apply_plan(plan)
@@ -150,7 +142,7 @@ class Runner:
         return replace(launched, work=work, refused=refused)
 
     def _apply_plan(self, plan: StepPlan) -> tuple[Prefill | Decode | None, list[SlotOutput]]:
-        """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
+        """Applies a plan except for its work. Returns the runnable work and the refused admissions."""
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
         refused: dict[int, SlotOutput] = {}
@@ -169,7 +161,7 @@ class Runner:
 
     @torch.inference_mode()
     def apply(self, result: StepResult) -> None:
-        """Applies the result of the oldest pending step, which the last stage reported."""
+        """Applies the last stage's result of the oldest pending step."""
         self._stage.apply(result)
 
     def reset(self) -> None:
@@ -180,11 +172,11 @@ class Runner:
             self._adapters.forget_slots()
 
     def close(self) -> None:
-        """Drops the captured steps, which reference the runner and would keep the cache's memory in use."""
+        """Drops the captured steps: they reference the runner and keep the cache's memory in use."""
         self._steps.close()
 
     def _release_all(self, slots: Sequence[int]) -> None:
-        """Frees slots: all of them even if the device fails, because later plans give them away."""
+        """Frees slots, all of them even if the device fails, because later plans reuse them."""
         failure: Exception | None = None
         for slot in slots:
             try:
@@ -234,13 +226,14 @@ class Runner:
         bucket = self._batch.bucket_of(work)
         tokens, positions, inputs = self._batch.prefill_inputs(bucket, work)
         (first,) = self._stage.receive(bucket) or (tokens,)
-        hidden = self._steps.run_chunk(work, first, positions, inputs)
+        adapters = self._uses_adapters((work.slot,))
+        hidden = self._steps.run_chunk(work, first, positions, inputs, adapters=adapters)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)
             self._stage.pass_on(work, hidden.to(self._device.torch_device))
             return PendingStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
-        # A device that keeps its states to itself has its logits checked alone.
+        # Without access to a device's states, only its logits are checked.
         is_here = hidden.device == self._device.torch_device
         finite = hidden[: work.num_tokens].isfinite().all() if is_here else torch.tensor(True)
         if not work.sample:
@@ -269,13 +262,12 @@ class Runner:
 
     def _decode(self, work: Decode) -> PendingStep:
         rows = self._rows_of(work)
-        adapters = self._adapters is not None and self._batch.has_adapters(work.slots)
         given = self._stage.receive(work.bucket)
+        step = self._steps.decode_step(work.bucket, adapters=self._uses_adapters(work.slots))
         if not self._stage.layout.is_last_stage:
-            (states,) = self._steps.stage_step(work.bucket, adapters=adapters)(rows, *given)
+            (states,) = step.forward(rows, *given)
             self._stage.pass_on(work, states)
             return PendingStep()
-        step = self._steps.decode_step(work.bucket, adapters=adapters)
         logits, positions, *best = step.forward(rows, *given)
         selection = self._selector.select(work.slots, rows, logits, positions, step.sample, best)
         step.advance(rows, selection.tokens)
@@ -285,8 +277,11 @@ class Runner:
         outputs = self._selector.outputs(work.slots, selection, step.compute_logprobs)
         return PendingStep(outputs=list(outputs))
 
+    def _uses_adapters(self, slots: Sequence[int]) -> bool:
+        return self._adapters is not None and self._batch.has_adapters(slots)
+
     def _rows_of(self, work: Decode) -> torch.Tensor:
-        """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""
+        """Returns the slots of a step's rows, int64 [bucket]; steps with the same slots share a tensor."""
         padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
         slots = [*work.slots, *padding]
         if slots != self._last_slots:

@@ -1,4 +1,4 @@
-"""The steps that plans may ask for, as graphs: each prefill and decode bucket, without and with adapters."""
+"""The graphs of all steps: each prefill and decode bucket, without and with adapters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from worker_svc.shapes import KvGroup, ShapeConfig
 
 
 class StepGraphs:
-    """The steps of one runner: built once, then run by signature."""
+    """The steps of a runner: built once, then run by signature."""
 
     graphs: GraphRunner
     """The graphs of the model's layers."""
@@ -45,18 +45,16 @@ class StepGraphs:
         self._stage = stage
         self._adapters = adapters
         self._layer_names = [[layer.name for layer in group.own_layers] for group in groups]
-        self._captured_prefills: dict[GraphSignature, Callable[..., tuple[torch.Tensor, ...]]] = {}
+        # `None` where the device captures nothing around the graph.
+        self._chunks: dict[GraphSignature, Callable[..., tuple[torch.Tensor, ...]] | None] = {}
         self._decode_steps: dict[GraphSignature, DecodeStep] = {}
-        # Before the last stage of a pipeline, a step ends with hidden states.
-        self._stage_steps: dict[GraphSignature, Callable[..., tuple[torch.Tensor, ...]]] = {}
-        self._made: set[GraphSignature] = set()
         self.logits_and_best = logits_and_best(model.logits, device, compiled=options.level > 0)
         self.graphs = GraphRunner(
             model, device, options, logits=self.logits_and_best if stage.layout.is_last_stage else None
         )
 
     def signatures(self) -> list[GraphSignature]:
-        """Returns every kind of step that plans may ask for."""
+        """Returns every kind of step in plans."""
         with_and_without = (False,) if self._adapters is None else (False, True)
         return [
             signature
@@ -82,113 +80,90 @@ class StepGraphs:
         for signature in one_by_one(self.signatures(), progress):
             if signature.kind == "prefill":
                 tokens, positions, inputs = self._batch.prefill_inputs(signature.query_len)
-                selection = self._chunk_selection(signature)
-                hidden = self._run_chunk(
-                    signature, self._stage.padding(tokens), positions, inputs, *selection
-                )
+                first = self._stage.padding(tokens)
+                hidden = self.run_chunk(None, first, positions, inputs, adapters=signature.adapters)
                 if self._stage.layout.is_last_stage:
                     self.logits_and_best(hidden.to(self._device.torch_device)[:1])
             else:
-                self._warm_up_decode(signature)
+                step = self.decode_step(signature.batch, adapters=signature.adapters)
+                step.forward(*self._decode_padding(signature.batch))
 
-    def _warm_up_decode(self, signature: GraphSignature) -> None:
-        rows = self._padding_rows(signature.batch)
-        given = self._padding_states(signature.batch)
-        if self._stage.layout.is_last_stage:
-            self.decode_step(signature.batch, adapters=signature.adapters).forward(rows, *given)
-        else:
-            self.stage_step(signature.batch, adapters=signature.adapters)(rows, *given)
-
-    def run_chunk(self, work: Prefill, first: torch.Tensor, positions: torch.Tensor,
-                  inputs: Sequence[StepInput]) -> torch.Tensor:  # fmt: skip
+    def run_chunk(
+        self,
+        work: Prefill | None,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: Sequence[StepInput],
+        *,
+        adapters: bool,
+    ) -> torch.Tensor:
         """Runs a chunk.
 
         Args:
-            work: the chunk.
-            first: token ids, or what the stage before computed.
+            work: the chunk; `None` for padding.
+            first: token ids, or the states computed by the stage before.
             positions: int64 [chunk].
             inputs: of each KV group.
+            adapters: whether the request uses a LoRA adapter.
 
         Returns:
             Hidden states [chunk, hidden]; see `Model.forward`.
         """
-        adapters = self._batch.has_adapters((work.slot,))
-        signature = _prefill(self._batch.bucket_of(work), adapters=adapters)
-        return self._run_chunk(signature, first, positions, inputs, *self._chunk_selection(signature, work))
-
-    def _run_chunk(
-        self,
-        signature: GraphSignature,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        inputs: Sequence[StepInput],
-        *selection: torch.Tensor,
-    ) -> torch.Tensor:
-        self._ensure_made(signature)
-        captured = self._captured_prefills.get(signature)
+        signature = _prefill(positions.shape[0], adapters=adapters)
+        if signature not in self._chunks:
+            self._make_late(signature)
+        selection = self._chunk_selection(signature, work)
+        captured = self._chunks[signature]
         if captured is None:
-            return self._forward(signature, tokens, positions, inputs, *selection)
-        (hidden,) = captured(tokens, positions, *selection, *_tensors_of(inputs))
+            return self._forward(signature, first, positions, inputs, *selection)
+        (hidden,) = captured(first, positions, *selection, *_tensors_of(inputs))
         return hidden
 
     def decode_step(self, bucket: int, *, adapters: bool) -> DecodeStep:
-        """Returns a bucket's step on the last stage."""
+        """Returns the step of a bucket. Before the last stage of a pipeline, only its `forward` counts."""
         signature = _decode(bucket, adapters=adapters)
-        self._ensure_made(signature)
+        if signature not in self._decode_steps:
+            self._make_late(signature)
         return self._decode_steps[signature]
-
-    def stage_step(self, bucket: int, *, adapters: bool) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Returns a bucket's step before the last stage: from rows, and hidden states, to hidden states."""
-        signature = _decode(bucket, adapters=adapters)
-        self._ensure_made(signature)
-        return self._stage_steps[signature]
 
     def close(self) -> None:
         """Drops the captured steps, which would keep the cache's memory in use."""
         self._decode_steps.clear()
-        self._stage_steps.clear()
-        self._captured_prefills.clear()
-        self._made.clear()
+        self._chunks.clear()
 
-    def _ensure_made(self, signature: GraphSignature) -> None:
-        """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
-        if signature not in self._made:
-            self.graphs.count_late(signature)
-            self._make(signature)
+    def _make_late(self, signature: GraphSignature) -> None:
+        """Makes and counts a missing step: once the worker serves, a request waits for it."""
+        self.graphs.count_late(signature)
+        self._make(signature)
 
     def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         if signature.kind == "prefill":
             tokens, positions, inputs = self._batch.prefill_inputs(signature.query_len)
-            tokens = self._stage.padding(tokens)
-            selection = self._chunk_selection(signature)
-            self.graphs.build(signature, tokens, positions, self._plans(inputs), *selection)
-            if self._device.captures and self.graphs.has(signature):
-                self._captured_prefills[signature] = self._capture_prefill(
-                    signature, tokens, positions, inputs, selection
-                )
+            selection = self._chunk_selection(signature, None)
         else:
-            rows = self._padding_rows(signature.batch)
+            rows, *_ = self._decode_padding(signature.batch)
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            selection = self._row_selection(rows, adapters=signature.adapters)
-            tokens = self._stage.padding(tokens)
-            self.graphs.build(signature, tokens, positions, self._plans(inputs), *selection)
-            if self._stage.layout.is_last_stage:
-                self._decode_steps[signature] = self._decode_step_of(signature, rows)
-            else:
-                self._stage_steps[signature] = self._stage_step_of(signature, rows)
-        self._made.add(signature)
+            selection = self._row_selection(signature, rows)
+        first = self._stage.padding(tokens)
+        self.graphs.build(signature, first, positions, self._plans(inputs), *selection)
+        is_captured = self._device.captures and self.graphs.has(signature)
+        if signature.kind == "prefill":
+            self._chunks[signature] = (
+                self._capture_chunk(signature, first, positions, inputs, selection) if is_captured else None
+            )
+        else:
+            self._decode_steps[signature] = self._decode_step_of(signature, is_captured=is_captured)
 
-    def _capture_prefill(
+    def _capture_chunk(
         self,
         signature: GraphSignature,
-        tokens: torch.Tensor,
+        first: torch.Tensor,
         positions: torch.Tensor,
         inputs: Sequence[StepInput],
         selection: Sequence[torch.Tensor],
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        # The number of real tokens is also on the device; the captured step must not contain the host's
-        # number.
+        # The device also knows the number of real tokens; the host's must not be part of the captured step.
         full = [
             replace(step, num_tokens=signature.query_len) if isinstance(step, PagedInput) else step
             for step in inputs
@@ -201,63 +176,46 @@ class StepGraphs:
             steps = [with_tensors(step, given) for step in full]
             return (self._forward(signature, tokens, positions, steps, *selected),)
 
-        return self._device.capture(forward, [tokens, positions, *selection, *_tensors_of(inputs)])
+        return self._device.capture(forward, [first, positions, *selection, *_tensors_of(inputs)])
 
-    def _decode_step_of(self, signature: GraphSignature, padding: torch.Tensor) -> DecodeStep:
+    def _decode_step_of(self, signature: GraphSignature, *, is_captured: bool) -> DecodeStep:
+        is_last = self._stage.layout.is_last_stage
+
         def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            hidden, positions = self._forward_rows(signature, rows, *given)
+            tokens, positions, inputs = self._batch.decode_inputs(rows)
+            selection = self._row_selection(signature, rows)
+            first = given[0] if given else tokens
+            hidden = self._forward(signature, first, positions, inputs, *selection)
+            if not is_last:
+                return (hidden.to(self._device.torch_device),)
             logits, *best = self.logits_and_best(hidden)
             return logits, positions, *best
 
-        if self._device.captures and self.graphs.has(signature):
-            given = self._padding_states(signature.batch)
-            return captured_step(self._device, self._batch, forward, padding, given)
-        return plain_step(self._batch, forward)
+        padding = self._decode_padding(signature.batch)
+        if not is_captured:
+            return plain_step(self._batch, forward)
+        if is_last:
+            return captured_step(self._device, self._batch, forward, padding)
+        return plain_step(self._batch, self._device.capture(forward, padding))
 
-    def _stage_step_of(
-        self, signature: GraphSignature, padding: torch.Tensor
-    ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
-            states, _ = self._forward_rows(signature, rows, *given)
-            return (states.to(self._device.torch_device),)
-
-        if self._device.captures and self.graphs.has(signature):
-            return self._device.capture(forward, [padding, *self._padding_states(signature.batch)])
-        return forward
-
-    def _forward_rows(
-        self, signature: GraphSignature, rows: torch.Tensor, *given: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns hidden states and positions of a decode step's rows."""
-        tokens, positions, inputs = self._batch.decode_inputs(rows)
-        selection = self._row_selection(rows, adapters=signature.adapters)
-        first = given[0] if given else tokens
-        return self._forward(signature, first, positions, inputs, *selection), positions
-
-    def _row_selection(self, rows: torch.Tensor, *, adapters: bool) -> tuple[torch.Tensor, ...]:
-        """Returns what the step takes besides, if rows may have adapters."""
-        if not adapters:
+    def _row_selection(self, signature: GraphSignature, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the adapters' input of a decode step, if its rows may have adapters."""
+        if not signature.adapters:
             return ()
         assert self._adapters is not None
         return (self._adapters.select(self._batch.adapters_of(rows)),)
 
-    def _chunk_selection(
-        self, signature: GraphSignature, work: Prefill | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    def _chunk_selection(self, signature: GraphSignature, work: Prefill | None) -> tuple[torch.Tensor, ...]:
         """Returns the same for a chunk; without work, for padding."""
         if not signature.adapters:
             return ()
         assert self._adapters is not None
         return (self._adapters.select(self._batch.chunk_adapters(signature.query_len, work)),)
 
-    def _padding_rows(self, bucket: int) -> torch.Tensor:
-        return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
-
-    def _padding_states(self, bucket: int) -> tuple[torch.Tensor, ...]:
-        """Returns what a decode step of padding takes besides its rows."""
-        if self._stage.layout.is_first_stage:
-            return ()
-        return (self._stage.padding(self._padding_rows(bucket)),)
+    def _decode_padding(self, bucket: int) -> list[torch.Tensor]:
+        """Returns the rows of a decode step of padding, and the hidden states after the first stage."""
+        rows = torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
+        return [rows] if self._stage.layout.is_first_stage else [rows, self._stage.padding(rows)]
 
     def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
         """Returns the attention metadata of each layer."""

@@ -1,8 +1,8 @@
 """Turns a step's logits into tokens: sampling, grammars, log-probabilities and errors.
 
-`TokenSelector` selects a step's tokens. `DecodeStep` has the parts of one bucket's step, from rows to tokens,
-captured if the device can. `PromptLogprobs` computes a prompt's log-probabilities with each chunk, so that
-those of a long prompt never accumulate.
+`TokenSelector` selects a step's tokens. `DecodeStep` holds the parts of a bucket's step, from rows to tokens,
+captured if the device can. `PromptLogprobs` computes a prompt's log-probabilities with each chunk, so those
+of a long prompt never accumulate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +28,10 @@ from worker_svc.shapes import ShapeConfig
 
 Sample = Callable[[SamplingOps, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
-[rows].
-
-Returns what `sampling.sampler.sample` returns."""
+[rows]. Returns tokens without and with marks; see `sampling.sampler.sample`."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see
-`sampling.sampler.compute_logprobs`."""
+"""Takes logits [rows, vocab] and selected tokens, int64 [rows]; see `sampling.sampler.compute_logprobs`."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,19 @@ class Selection:
     """The tokens of a step."""
 
     tokens: torch.Tensor
-    """int64 [bucket], one valid token for each row."""
+    """int64 [bucket], a valid token for each row."""
     reported: torch.Tensor
-    """The same, with a mark where no token was allowed or the logits are not finite."""
+    """The same, with a mark for rows without allowed tokens or with logits that are not finite."""
     batch: SamplingBatch
     """The requirements of the step's rows."""
     logits: torch.Tensor
     """float32 [bucket, vocab], as the model computed them."""
     choice: Choice | None = None
-    """What the grammars decided; `None` if no row has a grammar."""
+    """The grammars' decisions; `None` without grammars in the step."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tokens are all that a result has, unless the model computed NaN or infinity."""
+        """Whether the result is tokens only, unless the model computed NaN or infinity."""
         return self.choice is None and not self.batch.reports and not self.batch.needs.adjusts
 
 
@@ -62,7 +59,7 @@ class TokenSelector:
     """Selects tokens for the slots of a batch."""
 
     def __init__(self, batch: Batch, constraints: StepConstraints | None) -> None:
-        """Selects for `batch`; `constraints` has the grammars of its slots, if the model supports them."""
+        """Selects for `batch`; `constraints` are the grammars of its slots, if the model supports them."""
         self._batch = batch
         self._constraints = constraints
 
@@ -80,12 +77,12 @@ class TokenSelector:
         Args:
             slots: the slots of the real rows.
             rows: int64 [bucket], the slots of all rows.
-            logits: float32 [bucket, vocab]; the logits of constrained rows may be overwritten. If they are
-                where a device computes, they travel to the batch only if a row needs them.
+            logits: float32 [bucket, vocab]; the logits of constrained rows may be overwritten. Logits on
+                another device travel to the batch only if a row needs them.
             positions: int64 [bucket], the positions of the rows' last tokens.
-            draw: samples the rows that need more than the most probable token.
-            best: the most probable tokens, int64 [bucket], if they are known; then the same with marks, where
-                the device has compared them with the logits.
+            draw: samples for steps in which the most probable tokens are not enough.
+            best: the most probable tokens, int64 [bucket], if known; then the same with marks, if the device
+                has compared them with the logits.
         """
         batch = self._batch.sampling_batch(slots)
         needs = batch.needs
@@ -119,8 +116,8 @@ class TokenSelector:
                     return best[-1]
                 return draw(batch.needs, logits, rows, positions)[1]
             index = upload(list(indices), logits.device)
-            # The second attempt takes new random numbers: the first ones led to a token that is not allowed,
-            # so they are no longer independent of the mask.
+            # The second attempt takes new random numbers: the first led to a forbidden token, so they are no
+            # longer independent of the mask.
             return sample(
                 self._batch.sampling, batch.needs, logits[index], rows[index], positions[index] + 1, attempt=1
             )[1]
@@ -140,29 +137,24 @@ class TokenSelector:
         return Selection(valid, choice.tokens, batch, unmasked, choice)
 
     def _jump_limit(self, slot: int) -> int:
-        """Returns how many tokens a grammar may force behind the selected one.
+        """Returns how many tokens a grammar may force after the selected one.
 
-        None if other parameters may forbid them, since each step checks these anew. The caller also forbids
-        them if log-probabilities are wanted: those need the forward pass that forced tokens skip.
+        0 if other parameters may forbid some, since only a step checks these. The caller also forbids
+        them with log-probabilities, which need the forward pass skipped by forced tokens.
         """
         return 0 if self._batch.sampling.restricts(slot) else self._batch.free_positions(slot) - 1
 
     def outputs(
         self, slots: Sequence[int], selection: Selection, compute_logprobs: ComputeLogprobs
     ) -> Iterator[SlotOutput]:
-        """Yields each slot's output. Call it after the batch has the selected tokens.
+        """Yields each slot's output, and appends forced tokens to the batch.
 
-        Tokens that a grammar forces behind the selected ones are appended to the batch here.
-
-        Args:
-            slots: the slots of the real rows.
-            selection: their tokens.
-            compute_logprobs: computes log-probabilities of tokens.
+        Call it after the batch has the selected tokens. `slots` are those of the real rows.
         """
         batch, choice = selection.batch, selection.choice
         rows = compute_logprobs(selection.logits, selection.tokens) if batch.reports else None
         logprobs = [None] * len(slots) if rows is None else unpack_logprobs(rows, batch.logprobs)
-        # Reading the device again would wait for what the step launched after the choice.
+        # Reading the device again would wait for all launches after the choice.
         tokens = selection.reported[: len(slots)].tolist() if choice is None else choice.values[: len(slots)]
         for slot, token, entry in zip(slots, tokens, logprobs, strict=True):
             error = choice.errors.get(slot) if choice else None
@@ -178,19 +170,19 @@ class TokenSelector:
 Forward = Callable[..., tuple[torch.Tensor, ...]]
 """Takes rows, int64 [bucket], and on a later stage of a pipeline its hidden states. Returns logits, float32
 [bucket, vocab], the rows' positions, int64 [bucket], and the most probable tokens if the device has found
-them, without and with marks."""
+them, without and with marks. Before the last stage, returns hidden states alone."""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The parts of one bucket's step."""
+    """The parts of a bucket's step."""
 
-    forward: Callable[..., tuple[torch.Tensor, ...]]
-    """A `Forward`. A captured one returns the most probable tokens at no extra launch."""
+    forward: Forward
+    """Runs the model. If captured, it returns the most probable tokens at no extra launch."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""
     sample: Sample
-    """Samples tokens for steps in which some row may not take the most probable one."""
+    """Samples tokens for steps in which the most probable tokens are not enough."""
     compute_logprobs: ComputeLogprobs
     """Computes the rows' log-probabilities."""
 
@@ -200,8 +192,8 @@ def logits_and_best(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
     """Returns a function from hidden states [rows, hidden] to logits [rows, vocab].
 
-    If the device may compile, and finds the most probable tokens before the logits travel, the function
-    returns them, too, int64 [rows].
+    It also returns the most probable tokens, int64 [rows], if a compiling device finds them before the
+    logits travel.
     """
     argmax = device.compile_argmax() if compiled else None
 
@@ -227,20 +219,19 @@ def make_sampler(batch: Batch) -> Sample:
 
 def plain_step(batch: Batch, forward: Forward) -> DecodeStep:
     """Returns a step that runs operator by operator."""
-    return DecodeStep(forward, _make_advance(batch), make_sampler(batch), compute_logprobs)
+    return DecodeStep(forward, batch.advance_rows, make_sampler(batch), compute_logprobs)
 
 
 def captured_step(
-    device: Device, batch: Batch, forward: Forward, padding: torch.Tensor, given: Sequence[torch.Tensor] = ()
+    device: Device, batch: Batch, forward: Forward, padding: Sequence[torch.Tensor]
 ) -> DecodeStep:
-    """Returns a step whose parts the device has captured.
+    """Returns a step with parts captured by the device, on the last stage.
 
     Args:
         device: a device that captures.
         batch: with its tables allocated and its workspace at full size: captured parts hold their addresses.
         forward: runs the model.
-        padding: rows to capture on, int64 [bucket], all of them padding.
-        given: what `forward` takes besides.
+        padding: the inputs of `forward` to capture on; all rows are padding.
     """
 
     def forward_and_argmax(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -248,19 +239,19 @@ def captured_step(
         tokens = argmax_rows(logits)
         return logits, positions, tokens, mark_not_finite(tokens, logits.gather(1, tokens[:, None])[:, 0])
 
-    captured = device.capture(forward_and_argmax, [padding, *given])
+    captured = device.capture(forward_and_argmax, padding)
     # The parts captured below read these results in place.
-    logits, positions, tokens, _ = captured(padding, *given)
+    logits, positions, tokens, _ = captured(*padding)
     captured_logprobs = device.capture(lambda tokens: (compute_logprobs(logits, tokens),), [tokens])
 
     def compute(given: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        # A grammar masks the step's own logits in place, so its caller passes a copy made before.
+        # A grammar masks the step's logits in place, so its caller passes an earlier copy.
         return captured_logprobs(tokens)[0] if given is logits else compute_logprobs(given, tokens)
 
     return DecodeStep(
         captured,
-        device.capture(_make_advance(batch), [padding, tokens]),
-        _captured_sampler(device, batch, logits, padding, positions),
+        device.capture(batch.advance_rows, [padding[0], tokens]),
+        _captured_sampler(device, batch, logits, padding[0], positions),
         compute,
     )
 
@@ -268,7 +259,7 @@ def captured_step(
 def _captured_sampler(
     device: Device, batch: Batch, logits: torch.Tensor, padding: torch.Tensor, positions: torch.Tensor
 ) -> Sample:
-    """Captures a few variants of sampling. Each step runs the cheapest variant that covers its needs."""
+    """Captures a few variants of sampling. Each step runs the cheapest sufficient variant."""
     sample_rows, captured = make_sampler(batch), []
     for needs in batch.sampling.variants():
 
@@ -285,16 +276,8 @@ def _captured_sampler(
     return sample_captured
 
 
-def _make_advance(batch: Batch) -> Callable[..., tuple[torch.Tensor, ...]]:
-    def advance(rows: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        batch.advance_rows(rows, tokens)
-        return ()
-
-    return advance
-
-
 class PromptLogprobs:
-    """Knows which slots asked for prompt log-probabilities and computes a chunk's."""
+    """Computes the prompt log-probabilities of chunks, for slots with such a request."""
 
     def __init__(
         self, batch: Batch, shapes: ShapeConfig, logits: Callable[[torch.Tensor], torch.Tensor]
@@ -318,12 +301,8 @@ class PromptLogprobs:
     def compute(self, work: Prefill, hidden: torch.Tensor) -> Sequence[common_pb2.TokenLogprobs]:
         """Returns the log-probabilities of prompt tokens `start + 1` to `start + num_tokens`.
 
-        The chunk is split into pieces of as many rows as the largest bucket, since there is memory for that
-        many logits. The last piece starts earlier so that all pieces have the same shape.
-
-        Args:
-            work: the chunk.
-            hidden: its hidden states [chunk, hidden].
+        Works in pieces of the largest bucket's rows, the most logits that fit into memory. The last piece
+        starts earlier, for equal shapes. `hidden` are the chunk's states [chunk, hidden].
         """
         if work.slot not in self._wanted:
             return ()
