@@ -10,21 +10,10 @@ from torch.nn import functional
 from protos.errors import Internal, NotFinite
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, without_slots
 from worker_svc.devices.base import Device
-from worker_svc.graphs.graph_runner import (
-    GraphOptions,
-    GraphRunner,
-    GraphSignature,
-    Inputs,
-    RecordableModel,
-)
+from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature, Inputs, RecordableModel
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.shapes import (
-    Activation,
-    PoolingDescription,
-    PoolingMethod,
-    PoolShapeConfig,
-)
+from worker_svc.shapes import Activation, PoolingDescription, PoolingMethod, PoolShapeConfig
 
 
 def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:

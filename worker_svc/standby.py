@@ -26,10 +26,7 @@ from worker_svc.standby_messages import Orders
 _NICENESS = 10
 _BAD_SETTING = 2
 # Modules that a worker imports in functions.
-_IMPORTED_LATE = (
-    "worker_svc.vllm_adapter.attention",
-    "worker_svc.vllm_adapter.weights",
-)
+_IMPORTED_LATE = ("worker_svc.vllm_adapter.attention", "worker_svc.vllm_adapter.weights")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,9 +95,7 @@ def _import_worker(settings: Settings) -> None:
     )
     startup.prepare(choose_device(settings.device))
     register_model_class(
-        folder,
-        trust_remote_code=settings.trust_remote_code,
-        language_model_only=settings.language_model_only,
+        folder, trust_remote_code=settings.trust_remote_code, language_model_only=settings.language_model_only
     )
     for name in _IMPORTED_LATE:
         importlib.import_module(name)

@@ -14,9 +14,9 @@ from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
 from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, ShapeConfig, Shapes
 
-# More rows or tokens in a static graph are a mistake in a setting.
+# Larger static graphs are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
-# A scheduler that is lost leaves work behind, and may be slow to read its results.
+# A lost scheduler leaves work behind, and a slow one unread results.
 _MAX_LEASE = 1000
 
 _PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
@@ -45,7 +45,7 @@ _TASKS: "dict[PoolingTask, common_pb2.PoolTask.ValueType]" = {
 
 
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
-    """Describes what a prepared worker can run; `model` is the `--model` setting."""
+    """Describes the abilities of a prepared worker; `model` is the `--model` setting."""
     description, device = worker.description, worker.device
     pooling = description.pooling
     return worker_pb2.DescribeResponse(
@@ -106,7 +106,7 @@ def _lora_limits(worker: Worker) -> worker_pb2.LoraLimits | None:
 
 
 def _pool_tasks(pooling: PoolingDescription) -> "list[common_pb2.PoolTask.ValueType]":
-    """Returns the uses of a model's results. A score is the value of the only class."""
+    """Returns the uses of a model's results; a score is the value of an only class."""
     tasks = [_TASKS[pooling.task]]
     return [*tasks, common_pb2.POOL_TASK_SCORE] if pooling.task == "classify" and pooling.size == 1 else tasks
 
@@ -128,7 +128,7 @@ def _sampling_fields(worker: Worker) -> tuple[str, ...]:
 
 
 def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingParams:
-    """Returns the parameters that a model's authors recommend. Gateways add them to every request."""
+    """Returns the parameters recommended by a model's authors. Gateways add them to every request."""
     defaults = common_pb2.SamplingParams()
     for name, value in recommended.items():
         if value < 0:  # some write top_k -1 for "off"
@@ -139,7 +139,7 @@ def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingPa
 
 
 def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> Shapes:
-    """Returns the sizes that the scheduler asks for, unchecked."""
+    """Returns the scheduler's sizes, unchecked."""
     if request.pool_shapes:
         return PoolShapeConfig(tuple(map(shape_from_proto, request.pool_shapes)))
     return ShapeConfig(
@@ -164,33 +164,21 @@ def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> work
 def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.ConfigureEvent:
     """Makes the last event of a Configure stream."""
     shapes = ready.shapes
-    if isinstance(shapes, PoolShapeConfig):
-        graphs = [shape_to_proto(shape) for shape in shapes.pool_shapes]
-        return worker_pb2.ConfigureEvent(
-            ready=worker_pb2.ConfigureReady(
-                graphs=graphs,
-                phase_seconds=dict(ready.phase_seconds.items()),
-                first_step_timeout_s=first_step_timeout_s,
-                weights_digest=ready.weights_digest,
-            )
-        )
-    prefill = [
-        common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=bucket)
-        for bucket in shapes.chunk_sizes
-    ]
-    decode = [
-        common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
-        for bucket in shapes.decode_buckets
-    ]
-    return worker_pb2.ConfigureEvent(
-        ready=worker_pb2.ConfigureReady(
-            num_blocks=shapes.num_blocks,
-            bytes_per_block=ready.bytes_per_block,
-            graphs=[*prefill, *decode],
-            phase_seconds=dict(ready.phase_seconds.items()),
-            first_step_timeout_s=first_step_timeout_s,
-            weights_digest=ready.weights_digest,
-            block_copies=_BLOCK_COPIES[ready.block_copies],
-            chunk_starts=_CHUNK_STARTS[ready.chunk_starts],
-        )
+    message = worker_pb2.ConfigureReady(
+        phase_seconds=dict(ready.phase_seconds.items()),
+        first_step_timeout_s=first_step_timeout_s,
+        weights_digest=ready.weights_digest,
     )
+    if isinstance(shapes, PoolShapeConfig):
+        message.graphs.extend(map(shape_to_proto, shapes.pool_shapes))
+    else:
+        prefill, decode = common_pb2.GRAPH_KIND_PREFILL, common_pb2.GRAPH_KIND_DECODE
+        for size in shapes.chunk_sizes:
+            message.graphs.add(kind=prefill, batch=1, query_len=size)
+        for size in shapes.decode_buckets:
+            message.graphs.add(kind=decode, batch=size, query_len=1)
+        message.num_blocks.extend(shapes.num_blocks)
+        message.bytes_per_block.extend(ready.bytes_per_block)
+        message.block_copies = _BLOCK_COPIES[ready.block_copies]
+        message.chunk_starts = _CHUNK_STARTS[ready.chunk_starts]
+    return worker_pb2.ConfigureEvent(ready=message)

@@ -1,6 +1,6 @@
-"""The one thread that uses the model, so that the event loop stays responsive while the device works.
+"""The only thread that uses the model: the event loop stays responsive while the device works.
 
-A second thread waits for a device that runs ahead, so that the first can launch meanwhile.
+A second thread waits for a device that runs ahead, so the first can launch meanwhile.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ R = TypeVar("R")
 MODEL_THREAD = "model"
 """The thread's name."""
 WAITING_THREAD = "device-wait"
-"""The name of the thread that waits for the device."""
+"""The name of the thread of waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Running:
     what: str
     """The function's kind, in a word for people."""
     limit_s: float
-    """How long it may run without progress before the process counts as hung, seconds; 0: any time."""
+    """Seconds without progress before the process counts as hung; 0: any time."""
     since: float
     """The monotonic time of its start or its last progress."""
 
@@ -47,11 +47,11 @@ class _Task:
 class ModelThread:
     """Runs functions one at a time, in the order of their submission.
 
-    A compute library ties its thread pool to the thread that first uses it, so even the imports run here. The
-    thread is a daemon: a stopping process does not wait for a half-loaded model.
+    A compute library ties its thread pool to its first thread, so even the imports run here. The thread is a
+    daemon: a stopping process does not wait for a half-loaded model.
 
-    A function may leave its last part, which waits for the device, to a second thread. That thread starts
-    when it is first needed, and also runs one function at a time, in order.
+    A function may defer its wait for the device to a second thread. This thread starts with the first
+    deferral, and also runs one function at a time, in order.
     """
 
     def __init__(self) -> None:
@@ -68,43 +68,40 @@ class ModelThread:
 
     @property
     def running(self) -> Running | None:
-        """The running function, or its deferred part; `None` if neither runs.
-
-        Another object after each progress.
-        """
-        # What was deferred is older than what runs.
+        """The running function or deferred part; `None` if neither runs. A new object after each progress."""
+        # A deferred part is older than the running function.
         return self._waiting or self._running
 
     @property
     def busy_s(self) -> float:
-        """Seconds since the running function started or last reported progress; 0 if none runs."""
+        """Seconds since the start or the last progress of the running function; 0 if none runs."""
         running = self.running
         return 0.0 if running is None else time.monotonic() - running.since
 
     def progressed(self) -> None:
-        """Reports progress; a long-running function on this thread calls it after each of its steps."""
+        """Reports progress; long-running functions on this thread call it after each of their steps."""
         if self._task is not None:
             self._running = self._task.running()
 
     def submit(
         self, function: Callable[[], R], *, what: str = "call", limit_s: float = 0.0
     ) -> "asyncio.Future[R]":
-        """Queues a function and returns a future for its result; for `what` and `limit_s` see `Running`.
+        """Queues a function and returns a future of its result, whose cancellation does not stop it.
 
-        Cancelling the future does not stop the function.
+        For `what` and `limit_s` see `Running`.
         """
         future: asyncio.Future[R] = self._loop.create_future()
         self._tasks.put(_Task(function, future, what, limit_s))
         return future
 
     def post(self, function: Callable[[], object], *, what: str, limit_s: float) -> None:
-        """Queues a function that must not raise. Safe on any thread; see `submit` for the arguments."""
+        """Queues a function, which must not raise. Safe on any thread; see `submit` for the arguments."""
         self._tasks.put(_Task(function, None, what, limit_s))
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Queues the rest of the running function, which waits for the device. What it raises is only logged.
+        """Queues the rest of the running function, a wait for the device. Its errors are only logged.
 
-        Call it on this thread. The rest counts as the running function's kind, with its limit.
+        Call it on this thread. The rest is of the running function's kind and limit.
         """
         assert self._task is not None
         if self._waiting_thread is None:
@@ -113,7 +110,7 @@ class ModelThread:
         self._deferred.put((function, self._task))
 
     def settle(self) -> None:
-        """Waits until everything that was deferred has run. Call it on this thread."""
+        """Waits for all deferred functions. Call it on this thread."""
         self._deferred.join()
 
     async def close(self, wait_s: float) -> None:

@@ -14,51 +14,35 @@ from protos.steps import Decode, SlotOutput, StepPlan, StepResult, slots_of, wit
 from worker_svc.pending_step import PendingStep, as_outputs
 
 
-class Launcher(Protocol):
-    """What runs the steps: a configured `execution.worker.Worker`."""
-
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Applies a plan and hands the first step of its work to the device."""
-        ...
-
-
-class Arrivals(Protocol):
-    """What has arrived on the stream. Safe on any thread."""
-
-    def is_interrupted(self, step: int) -> bool:
-        """Whether a plan has arrived that interrupts plan `step`, or the stream has ended."""
-        ...
-
-
 class Thread(Protocol):
-    """The thread that runs the plans: `api.model_thread.ModelThread`."""
+    """The thread of the plans: `api.model_thread.ModelThread`."""
 
     def progressed(self) -> None:
         """Reports progress."""
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Queues a function on the thread that waits for the device."""
+        """Queues a function on the thread of waits for the device."""
 
     def settle(self) -> None:
-        """Waits until everything that was deferred has run."""
+        """Waits for all deferred functions."""
 
 
 @dataclass(slots=True)
 class _Tenancy:
-    """What a slot is from an admission to its release."""
+    """The state of a slot from an admission to its release."""
 
     is_dead: bool = False
 
 
 @dataclass(slots=True)
 class _Run:
-    """A plan that runs."""
+    """A running plan."""
 
     plan: StepPlan
     tenancies: dict[int, _Tenancy]
-    """Of the slots that the plan admits, grows or runs."""
+    """Of the slots admitted, grown or run by the plan."""
     held: StepResult | None = None
-    """The result of its last steps, until that has as many as the plan asks for."""
+    """The result of its last steps, until it covers as many as the plan asks for."""
     ended: bool = False
     """Whether the last result was handed over."""
 
@@ -82,34 +66,42 @@ class _Step:
         launched = self.launched
         if isinstance(launched, Exception) or not launched.runs_ahead:
             return False
-        # Only a step that is read as tokens is certain to leave its rows ready for another.
+        # Only a step read as tokens is certain to leave its rows ready for another.
         return self.is_last or launched.read_tokens is not None
 
 
 class PlanRunner:
-    """Applies what a plan holds for live slots, and runs its work step by step until that ends.
+    """Applies a plan to its live slots, and runs its work step by step.
 
-    A slot is dead after a refused admission, a failed step or an error of its own, until it is released.
-    Work ends after its last step, after a step in which a slot got several tokens or an error, and when a
-    plan that interrupts it has arrived.
+    A slot is dead from a refused admission, a failed step or an error of its own until its release.
+    Work ends after its last step, after a step with several tokens or an error for a slot, and with the
+    arrival of an interrupting plan.
 
-    Where nothing of a step depends on the host, another thread waits for its tokens and hands them over. The
-    model thread launches the next step meanwhile, so that the device always has work. It launches one step of
-    a plan ahead, no more: a plan that interrupts would have to wait for the rest. A step may fail after
-    others of its slots were launched; what these give to dead slots is dropped.
+    If no part of a step depends on the host, another thread waits for its tokens and hands them over.
+    Meanwhile the model thread launches the next step, so the device always has work. It launches only one
+    step of a plan ahead: an interrupting plan would wait for the rest. A step may fail after the launch of
+    later steps with its slots; their results for dead slots are dropped.
     """
 
     def __init__(
         self,
-        worker: Launcher,
-        arrivals: Arrivals,
+        launch: Callable[[StepPlan], PendingStep],
+        is_interrupted: Callable[[int], bool],
         thread: Thread,
         *,
         hand_over: Callable[[StepPlan, StepResult], None],
     ) -> None:
-        """Runs the plans of one stream; `hand_over` takes each result with its plan, on either thread."""
-        self._worker = worker
-        self._arrivals = arrivals
+        """Runs the plans of a stream.
+
+        Args:
+            launch: applies a plan and hands the first step of its work to the device.
+            is_interrupted: whether a plan with a later number interrupts, or the stream has ended. Safe on
+                any thread, like `hand_over`.
+            thread: the thread of `run`.
+            hand_over: takes each result with its plan.
+        """
+        self._launch_plan = launch
+        self._is_interrupted = is_interrupted
         self._thread = thread
         self._hand_over = hand_over
         self._tenancies: dict[int, _Tenancy] = {}
@@ -138,7 +130,7 @@ class PlanRunner:
             assert isinstance(step.launched, PendingStep)
             work = without_slots(step.launched.work, run.dead())
             if not isinstance(work, Decode):
-                return  # all of its slots died, and the result of the step before says that it is the last
+                return  # all of its slots died, and the result before was marked as the last
             part = StepPlan(plan.step, replace(work, steps=1))
 
     def _open(self, plan: StepPlan) -> _Run:
@@ -161,7 +153,7 @@ class PlanRunner:
         since = time.perf_counter()
         launched: PendingStep | Exception
         try:
-            launched = self._worker.launch(part)
+            launched = self._launch_plan(part)
         except Exception as error:  # noqa: BLE001 - any exception fails this step only
             launched = error
         else:
@@ -170,10 +162,10 @@ class PlanRunner:
         return _Step(run, launched, since, is_last)
 
     def _goes_on(self, step: _Step) -> bool:
-        return not step.is_last and not self._arrivals.is_interrupted(step.run.plan.step)
+        return not step.is_last and not self._is_interrupted(step.run.plan.step)
 
     def _answer(self, step: _Step, *, goes_on: bool | None = None) -> None:
-        """Waits for a step's result and hands it over. All results before it have been handed over.
+        """Waits for a step's result and hands it over, after all earlier results.
 
         Without `goes_on`, the step itself decides whether another follows it.
         """
@@ -187,7 +179,7 @@ class PlanRunner:
             self._answer_failure(step, error)
             return
         if run.ended:
-            return  # all slots of the step died with the one before
+            return  # all slots died in the step before
         if goes_on is None:
             goes_on = self._goes_on(step)
         execute_us = elapsed_us(max(step.since, self._read_s))
@@ -202,7 +194,7 @@ class PlanRunner:
             if output.error is not None:
                 run.tenancies[output.slot].is_dead = True
         alive = not run.dead().issuperset(live)
-        # A step that runs ahead goes on while a slot lives: the next one may have been launched already.
+        # Running ahead goes on while a slot lives: the next step may have been launched already.
         one_each = all(len(one.token_ids) == 1 for one in outputs) and len(outputs) == len(live)
         self._give(run, StepResult(
             run.plan.step, outputs=[*launched.refused, *outputs],
@@ -211,7 +203,7 @@ class PlanRunner:
         ))  # fmt: skip
 
     def _give(self, run: _Run, result: StepResult) -> None:
-        """Hands over a step's result, or holds it until it has the tokens of further steps."""
+        """Hands over a step's result, or holds it to add the tokens of further steps."""
         held, run.held = run.held, None
         if held is not None and result.token_ids:
             result = replace(
@@ -245,7 +237,7 @@ class PlanRunner:
 
 
 def _check_size(plan: StepPlan, outputs: Sequence[SlotOutput]) -> None:
-    """Raises InvalidArgument for a result too large to send, which would end the stream."""
+    """Raises InvalidArgument for a result too large for a message, instead of an end of the stream."""
     size = result_to_proto(plan, StepResult(plan.step, outputs=outputs)).ByteSize() if outputs else 0
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgument(

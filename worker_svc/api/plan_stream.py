@@ -1,4 +1,4 @@
-"""One Execute stream: its plans go to the model thread as they arrive, and their results come back."""
+"""An Execute stream: its plans go to the model thread as they arrive, and their results come back."""
 
 import asyncio
 import time
@@ -13,8 +13,9 @@ from protos.steps import Decode, Pool, Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.plan_runner import Launcher, PlanRunner
+from worker_svc.api.plan_runner import PlanRunner
 from worker_svc.api.watchdog import STEP, FailedSteps
+from worker_svc.pending_step import PendingStep
 
 
 @dataclass(slots=True)
@@ -22,33 +23,33 @@ class _Traced:
     """A slot with a sampled request."""
 
     traceparent: str
-    """The span that the request's spans belong to."""
+    """The parent of the request's spans."""
     num_steps: int = 0
     """Its decode steps."""
     busy_us: int = 0
-    """Time that they took, microseconds."""
+    """Their duration, microseconds."""
     begun_ns: int = 0
-    """When the first one began."""
+    """Start of the first."""
     ended_ns: int = 0
-    """When the last one ended."""
+    """End of the last."""
 
 
 class StepTraces:
-    """Writes a span for each prefill chunk and each pooling batch, and one for all decode steps of a request.
+    """Writes a span for each prefill chunk, each pooling batch, and all decode steps of a request together.
 
-    It runs on the event loop, from plans and results, so the model thread knows nothing of it. Without
-    sampled requests, a step costs a few comparisons.
+    It runs on the event loop, from plans and results, without help of the model thread. Without sampled
+    requests, a step costs a few comparisons.
     """
 
     def __init__(self, tracer: Tracer) -> None:
         """Starts without requests."""
         self._tracer = tracer
         self._slots: dict[int, _Traced] = {}
-        # The last plan that was applied.
+        # The last applied plan.
         self._applied = -1
 
     def note(self, plan: StepPlan, result: StepResult) -> None:
-        """Notes a result, just after its steps have ended."""
+        """Notes a result, just after the end of its steps."""
         if plan.step != self._applied:
             self._applied = plan.step
             self._apply(plan)
@@ -56,12 +57,12 @@ class StepTraces:
             self._note_work(plan, result)
 
     def close(self) -> None:
-        """Writes the spans of requests that still have a slot: the stream has ended."""
+        """Writes the spans of the remaining requests: the stream has ended."""
         for slot in list(self._slots):
             self._leave(slot)
 
     def _apply(self, plan: StepPlan) -> None:
-        """Follows the requests that leave slots, and those that get one."""
+        """Notes the requests that leave or enter slots."""
         if self._slots:
             for slot in plan.release:
                 self._leave(slot)
@@ -106,21 +107,25 @@ class StepTraces:
 _REPORT_S: Final = 1.0
 
 
-class Reporter(Launcher, Protocol):
-    """What runs the plans and counts for metrics: an `execution.worker.Worker`."""
+class Steps(Protocol):
+    """The worker's part of a stream: `execution.worker.Worker`."""
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Applies a plan and hands the first step of its work to the device."""
+        ...
 
     def report(self) -> WorkerReport:
-        """Returns what the worker has counted. Safe on any thread."""
+        """Returns the worker's counters. Safe on any thread."""
         ...
 
 
 class PlanStream:
-    """Reads plans ahead, so that the model thread goes from one to the next without the event loop."""
+    """Reads plans ahead, so the model thread goes from plan to plan without the event loop."""
 
     def __init__(
         self,
         messages: AsyncIterator[worker_pb2.StepPlan],
-        worker: Reporter,
+        worker: Steps,
         thread: ModelThread,
         *,
         failed_steps: FailedSteps,
@@ -136,25 +141,25 @@ class PlanStream:
         self._loop = asyncio.get_running_loop()
         self._results: asyncio.Queue[worker_pb2.StepResult | None] = asyncio.Queue()
         self._unanswered = 0
-        # The latest plan that interrupts those before.
+        # The latest interrupting plan.
         self._interrupting = -1
         self._ended = self._closed = False
         # Counters of reports begin with the stream.
         self._worker = worker
-        # Whether the log has the reason why there are none.
+        # Whether a failure of reports was logged.
         self._reports_failed = False
         self._before = self._count() or WorkerReport()
         self._next_report_s = 0.0
-        # What made a plan end without a result, a fault in this program, or the stream end.
+        # The error that ended the stream, or a plan without a result (a fault in this program).
         self._error: BaseException | None = None
-        self._runner = PlanRunner(worker, self, thread, hand_over=self._hand_over)
+        self._runner = PlanRunner(worker.launch, self.is_interrupted, thread, hand_over=self._hand_over)
         self._reading = asyncio.ensure_future(self._read())
 
     async def results(self) -> AsyncIterator[worker_pb2.StepResult]:
         """Yields the results in order, until the stream has ended and all its plans are answered.
 
         Raises:
-            Exception: whatever kept a plan from being read or answered.
+            Exception: any failure to read or answer a plan.
         """
         while self._unanswered or not self._ended:
             if (result := await self._results.get()) is not None:
@@ -172,7 +177,7 @@ class PlanStream:
             self._traces.close()
 
     def is_interrupted(self, step: int) -> bool:
-        """Whether a plan has arrived that interrupts plan `step`, or the stream has ended."""
+        """Whether a newer plan interrupts plan `step`, or the stream has ended."""
         return self._ended or self._interrupting > step
 
     async def _read(self) -> None:
@@ -194,12 +199,12 @@ class PlanStream:
         self._unanswered += 1
         running = self._thread.submit(lambda: self._run(plan), what=STEP, limit_s=self._step_limit_s)
         running.add_done_callback(self._ran)
-        # Only now: where work ends early, the plan that interrupts it must come.
+        # Only now: work may end early only if the interrupting plan is queued.
         if plan.interrupts:
             self._interrupting = plan.step
 
     def _run(self, plan: StepPlan) -> None:
-        """Runs a plan, unless nothing reads its results any more. Runs on the model thread."""
+        """Runs a plan on the model thread, unless its results are no longer read."""
         if not self._closed:
             self._runner.run(plan)
 
@@ -209,7 +214,7 @@ class PlanStream:
             self._results.put_nowait(None)
 
     def _hand_over(self, plan: StepPlan, result: StepResult) -> None:
-        """Passes a result to the event loop, which encodes it. Safe on any thread."""
+        """Passes a result to the event loop for its encoding. Safe on any thread."""
         self._loop.call_soon_threadsafe(self._deliver, plan, result)
 
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:
@@ -220,7 +225,7 @@ class PlanStream:
             self._results.put_nowait(None)
 
     def _note(self, plan: StepPlan, result: StepResult) -> None:
-        # Counted first, so that the count is up to date when the scheduler reads the result.
+        # Counted before the scheduler can read the result.
         self._failed_steps.note(result)
         if self._traces is not None:
             self._traces.note(plan, result)
@@ -230,7 +235,7 @@ class PlanStream:
         self._results.put_nowait(result_to_proto(plan, result))
 
     def _count(self) -> WorkerReport | None:
-        """Returns what the worker has counted; None if that fails. Steps go on without reports then."""
+        """Returns the worker's counters; None on a failure: steps go on without reports."""
         try:
             return self._worker.report()
         except Exception:  # noqa: BLE001 - devices raise anything
@@ -240,7 +245,7 @@ class PlanStream:
             return None
 
     def _report(self) -> WorkerReport | None:
-        """Returns what was counted since the stream began, and the memory in use now."""
+        """Returns the counts since the start of the stream, and the memory in use now."""
         report, before = self._count(), self._before
         return report and WorkerReport(
             late_graphs=report.late_graphs - before.late_graphs,

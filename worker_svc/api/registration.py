@@ -20,7 +20,7 @@ from worker_svc.ranks.layout import RankLayout
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 5.0
 
-# A registration that ends sooner counts as failed, even if the worker served for a moment.
+# Serving for less time counts as a failed registration.
 _LASTING_S = 1.0
 
 # The running step ends meanwhile. Supervisors kill a process after 10 s.
@@ -28,11 +28,11 @@ _LEAVE_TIMEOUT_S = 5.0
 
 _ALONE = RankLayout()
 
-# Errors that a retry with the same settings cannot fix. `Unimplemented` comes from another service. A
-# scheduler of another release or with another token is none: its successor may accept.
+# Errors beyond the help of a retry with the same settings. `Unimplemented` comes from another service. A
+# scheduler of another release or with another token may have a successor that accepts.
 _FINAL = (ConfigurationRefused, InvalidArgument, Unimplemented)
 
-# A fault that comes as often before the worker serves will come again.
+# So many equal faults before the worker serves are permanent.
 _MOST_FAULTS = 3
 
 
@@ -55,18 +55,18 @@ async def stay_registered(
     Args:
         scheduler: the scheduler's host:port or unix:path.
         worker_id: identifies this process.
-        host: the host that the scheduler connects to; empty for the address that the call comes from.
-        port: the port that the scheduler connects to.
+        host: the worker's host for the scheduler; empty for the origin of the call.
+        port: the worker's port for the scheduler.
         rank: this process' place in its replica.
-        replica_id: the replica's name; empty for a name of its own.
-        on_hung: called with the reason when the scheduler has given the worker up: a step took too long.
-        on_rank_lost: called with the reason when the replica is lost with another rank.
-        socket: the absolute path of the Unix socket that a scheduler of this machine connects to instead.
+        replica_id: the replica's name; empty for a generated name.
+        on_hung: called with the reason when the scheduler gives the worker up after a step's timeout.
+        on_rank_lost: called with the reason when another rank is lost, and the replica with it.
+        socket: the absolute path of the worker's Unix socket, for a scheduler of this machine.
         leaving: set when the worker shuts down; it registers no more.
-        security: how the connection is protected.
+        security: the connection's protection.
 
     Raises:
-        ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
+        ConfigurationRefused: if the scheduler refuses this worker and a retry is useless.
     """
     log, delay_s, last_reason, faults = get_logger(scheduler=scheduler), _FIRST_DELAY_S, "", Counter[str]()
     near = socket if is_unix(scheduler) else None
@@ -101,7 +101,6 @@ async def stay_registered(
 def _request(
     worker_id: str, host: str, port: int, socket: Path | None, rank: RankLayout, replica_id: str
 ) -> registry_pb2.RegisterRequest:
-    """Makes a registration; for the arguments see `stay_registered`."""
     request = registry_pb2.RegisterRequest(
         schema_revision=SCHEMA_REVISION, worker_id=worker_id, host=host, port=port, replica_id=replica_id,
         socket="" if socket is None else str(socket),
@@ -132,7 +131,7 @@ def _reason(error: grpc.aio.AioRpcError, scheduler: str, faults: Counter[str]) -
 
 
 async def leave(scheduler: str, *, worker_id: str, security: LinkSecurity = PLAIN) -> None:
-    """Tells the scheduler that the worker shuts down, and waits until its requests are taken over.
+    """Announces the shutdown to the scheduler, and waits for the takeover of the worker's requests.
 
     Does not raise: a worker ends, whatever the scheduler does.
     """

@@ -1,6 +1,7 @@
 """The gRPC service `triptych.v1.Worker`: parses each call, runs it on the model thread and answers."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,11 +22,11 @@ from protos.service.logs import get_logger
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from worker_svc.api import convert
-from worker_svc.api.following import Following
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_runner import as_triptych_error, elapsed_us
 from worker_svc.api.plan_stream import PlanStream
-from worker_svc.api.watchdog import FailedSteps
+from worker_svc.api.watchdog import STEP, FailedSteps
+from worker_svc.execution.lockstep import Follower
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
 from worker_svc.lora.checkpoint import is_named_like
@@ -36,31 +37,34 @@ from worker_svc.shapes import Shapes
 
 R = TypeVar("R")
 
-# Far more than the loads that a scheduler has under way: each source on a disk that hangs keeps one.
+# Far more than a scheduler's loads under way: each source on a hanging disk keeps a thread.
 _MOST_THREADS = 64
+# A scheduler asks all ranks at the same time. A rank with the same sizes as before may have answered before
+# rank 0 dropped them, and is not asked again.
+_ASKED_WITHIN_S = 60.0
 
 
 class AdapterThreads:
-    """Reads adapters from disks and hubs that may not answer, and holds no other call up meanwhile.
+    """Reads adapters from slow disks and hubs without holding up other calls.
 
-    No thread can be stopped: when a call ends at its deadline, its thread reads on. Until that read ends,
-    further reads of the same source are refused, so retries of one source take no more threads.
+    No thread can be stopped: when a call ends at its deadline, its thread reads on. Until then, further reads
+    of the same source are refused, so retries take no more threads.
     """
 
     def __init__(self) -> None:
         """Starts without threads."""
         self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="adapters")
-        # Sources whose reads have outlived their calls.
+        # Sources with reads that outlive their calls.
         self._abandoned: list[tuple[str, Future[Any]]] = []
 
     async def run(self, name: str, source: str, read: Callable[[], R]) -> R:
-        """Runs `read` on a thread and returns its result. A cancelled call abandons a read that has begun.
+        """Runs `read` on a thread and returns its result. A cancelled call abandons its read.
 
         Raises:
-            Unavailable: if an abandoned read of the source has not ended.
-            Exception: what `read` raises.
+            Unavailable: while an abandoned read of the source goes on.
+            Exception: any error of `read`.
         """
-        self._abandoned = [one for one in self._abandoned if not one[1].done()]
+        self._abandoned = [each for each in self._abandoned if not each[1].done()]
         if any(source == each for each, _ in self._abandoned):
             raise Unavailable(
                 f"adapter {name}: an earlier read of {source} hangs; retry once its disk or hub answers",
@@ -79,12 +83,57 @@ class AdapterThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+class _FollowerThread:
+    """Hands announced steps to the model thread as they arrive, on a rank other than 0."""
+
+    def __init__(self, follower: Follower, thread: ModelThread, step_limit_s: float) -> None:
+        """Starts waiting for announcements. Requires a running event loop."""
+        self._follower = follower
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._begun = asyncio.Event()
+        self.step_limit_s = step_limit_s
+        """Seconds until a step counts as hung; 0 for any time."""
+        threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
+
+    async def may_begin(self) -> None:
+        """Waits until rank 0 is a configuration ahead of this rank."""
+        while True:
+            self._begun.clear()
+            if self._follower.may_begin:
+                return
+            await self._begun.wait()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                announcement = self._follower.wait()
+            except RuntimeError:
+                return  # the follower has reported it
+            self._thread.post(partial(self._launch, announcement), what=STEP, limit_s=self.step_limit_s)
+
+    def _launch(self, announcement: bytes) -> None:
+        try:
+            rest = self._follower.run(announcement)
+        except Exception:  # noqa: BLE001 - the follower has reported it, and the process ends
+            get_logger().exception("step_failed")
+            return
+        if rest is not None:
+            self._thread.defer(rest)
+        if self._follower.may_begin:
+            self._loop.call_soon_threadsafe(self._may_begin)
+
+    def _may_begin(self) -> None:
+        self._begun.set()
+        self._loop.call_later(_ASKED_WITHIN_S, self._follower.end_if_unasked, self._follower.num_begun)
+
+
 class _NotBegunError(Exception):
-    """Rank 0 has not begun the configuration that another rank is asked for."""
+    """Rank 0 must begin the configuration first."""
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Serves one worker to one scheduler. A failed step ends neither the stream nor the process."""
+    """Serves a worker to a scheduler. A failed step ends neither the stream nor the process."""
 
     refusal: ConfigurationRefused | None
     """The worker's refusal of the last configuration. The scheduler may get a shorter text."""
@@ -107,18 +156,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Serves `worker`.
 
         Args:
-            worker: used on `thread` only, except for the attributes that `Worker.prepare` sets.
+            worker: used on `thread` only, except for the attributes set by `Worker.prepare`.
             thread: the model thread.
             prepared: done once the worker is prepared.
             worker_id: identifies this process to the scheduler.
             model: the `--model` setting.
-            on_configured: awaited with whether the worker is configured, each time that changes.
+            on_configured: awaited with whether the worker is configured, at each change.
             failed_steps: counts the steps' results.
-            step_limit_s: how long a step may take before the process counts as hung, given how long the
-                scheduler waits for one; 0 for any time.
-            configure_limit_s: how long a configuration may go without progress before it does.
-            first_step_timeout_s: how long a step that makes its graph may take; 0 if none does.
-            tracer: writes the spans of sampled requests, if anything does.
+            step_limit_s: from the scheduler's step timeout, seconds until a step counts as hung; 0 for any
+                time.
+            configure_limit_s: the same for a configuration without progress.
+            first_step_timeout_s: seconds for a step with its graph to make; 0 without such steps.
+            tracer: writes the spans of sampled requests.
         """
         self._tracer = tracer
         self._worker = worker
@@ -135,14 +184,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self.refusal = None
         self._ready: Ready | None = None
         self._executing = False
-        self._following: Following | None = None
+        self._follower_thread: _FollowerThread | None = None
         self._adapter_threads = AdapterThreads()
-        # Sources of adapters whose base model has another name.
+        # Sources of adapters with another name of the base model.
         self._warned_of: set[str] = set()
         self._log = get_logger()
 
     def close(self) -> None:
-        """Exports the last spans, and lets the threads that read adapters end without waiting for them."""
+        """Exports the last spans, and lets the threads of adapters end without waiting for them."""
         self._adapter_threads.close()
         if self._tracer is not None:
             self._tracer.close()
@@ -150,7 +199,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
     ) -> worker_pb2.DescribeResponse:
-        """Describes the worker, once it has read the model's configuration."""
+        """Describes the worker, once the model's configuration is known."""
         if request.schema_revision != SCHEMA_REVISION:
             await abort(
                 context,
@@ -166,7 +215,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Configure(
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
-        """Streams progress, then the configuration that the worker runs with."""
+        """Streams progress, then the resulting configuration."""
         self.refusal = None
         shapes = convert.shapes_from_proto(request)
         await asyncio.shield(self._prepared)
@@ -188,12 +237,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             configuring.add_done_callback(lambda _: events.put_nowait(None))
             while (event := await events.get()) is not None:
                 yield event
-            following = self._follow()
+            follower_thread = self._follow()
             try:
                 ready = configuring.result()
             except _NotBegunError:
-                assert following is not None
-                await following.may_begin()
+                assert follower_thread is not None
+                await follower_thread.may_begin()
             except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
                 await self._refuse_configuration(error, context)
         self._step_limit_s = self._limit_steps(request.step_timeout_s)
@@ -202,11 +251,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         yield convert.ready_to_proto(ready, self._first_step_timeout_s)
 
     def _configure(
-        self,
-        shapes: Shapes,
-        epoch: str,
-        progress: PhaseProgress,
-        loop: asyncio.AbstractEventLoop,
+        self, shapes: Shapes, epoch: str, progress: PhaseProgress, loop: asyncio.AbstractEventLoop
     ) -> Ready:
         """Configures the worker. Runs on the model thread, after the steps of earlier streams.
 
@@ -221,22 +266,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 )
             self._worker.join(epoch)
             follower = self._worker.follower
-            # Decided here, where announcements are run, so that none comes in between.
+            # Decided on the thread of announcements, so that none comes in between.
             if follower is not None and not follower.may_begin:
                 raise _NotBegunError
-            # Said before the call's end, which a scheduler that hangs up does not wait for.
+            # Before the end of the call: a scheduler may hang up sooner.
             asyncio.run_coroutine_threadsafe(self._set_ready(None), loop)
         return self._worker.configure(shapes, progress, epoch=epoch)
 
-    def _follow(self) -> Following | None:
-        """Starts to run what rank 0 announces, if this is another rank that has joined its group."""
-        follower = self._worker.follower
-        if follower is None:
+    def _follow(self) -> _FollowerThread | None:
+        """Starts to run announcements of rank 0, on another rank with a group."""
+        if (follower := self._worker.follower) is None:
             return None
-        if self._following is None:
-            self._following = Following(follower, self._thread, step_limit_s=self._step_limit_s)
-        self._following.step_limit_s = self._step_limit_s
-        return self._following
+        if self._follower_thread is None:
+            self._follower_thread = _FollowerThread(follower, self._thread, self._step_limit_s)
+        self._follower_thread.step_limit_s = self._step_limit_s
+        return self._follower_thread
 
     async def _set_ready(self, ready: Ready | None) -> None:
         """Notes whether the worker can execute; `None` if it cannot."""

@@ -1,7 +1,4 @@
-"""Ends a worker that cannot work: its model thread hangs, or its steps fail one after the other.
-
-Such a process helps nobody, and only a new one can help: its supervisor starts it.
-"""
+"""Ends a worker whose model thread hangs or whose steps keep failing: its supervisor starts a new process."""
 
 import faulthandler
 import os
@@ -19,15 +16,13 @@ from worker_svc.api.model_thread import MODEL_THREAD, WAITING_THREAD, ModelThrea
 EXIT_CODE = 1
 """The exit code of a worker that ended itself. 2 would mean a bad setting."""
 STEP = "step (--hang-timeout-s)"
-"""The kind of function that runs a plan; see `Running.what`."""
+"""The kind of the functions that run plans; see `Running.what`."""
 _LONGEST_INTERVAL_S = 1.0
-# What a step that the scheduler has given up may still take: a process that was frozen goes on.
+# Time left to a step given up by the scheduler: a frozen process may go on.
 _GIVEN_UP_S = 3.0
-# A log that nobody reads, such as a full pipe, must not keep a hung process alive.
+# An unread log, such as a full pipe, must not keep a hung process alive.
 _REPORT_S = 2.0
-
-
-# Codes of errors that say that a request is at fault.
+# Errors of requests, without a fault of the device.
 _OF_A_REQUEST = (
     common_pb2.ERROR_CODE_INVALID_ARGUMENT,
     common_pb2.ERROR_CODE_UNSUPPORTED,
@@ -49,7 +44,7 @@ class FailedSteps:
         self._count = 0
 
     def note(self, result: StepResult) -> None:
-        """Counts a step's result. Call it on one thread."""
+        """Counts a step's result. Always called on the same thread."""
         if result.error is not None and result.error.code in _OF_A_REQUEST:
             return  # the device is not at fault
         if result.error is not None:
@@ -62,17 +57,17 @@ class FailedSteps:
                     )
                 )
         elif result.num_steps:
-            # A plan that only releases slots does not touch the device and proves nothing.
+            # A plan without steps does not touch the device and proves nothing.
             self._count = 0
 
 
 class Watchdog:
-    """Ends the process when the model thread makes no progress for longer than its function may.
+    """Ends the process when the model thread exceeds its function's time without progress.
 
-    It is a thread of its own, because the event loop may hang as well. It adds up the time between its own
-    looks, so a freeze of the whole process that is shorter than the limit does not count. If the model thread
-    hangs in native code that holds the interpreter's lock, no Python code runs any more; a timer of the
-    interpreter, which needs no lock, then ends the process.
+    It is a separate thread, because the event loop may hang as well. It adds up the time between its own
+    looks, so a freeze of the whole process shorter than the limit does not count. If the model thread hangs
+    in native code and holds the interpreter's lock, no Python code runs any more; then a timer of the
+    interpreter ends the process, without the lock.
     """
 
     def __init__(
@@ -89,13 +84,13 @@ class Watchdog:
         self._longest_s = longest_s
         self._give_up = give_up or end_process
         self._closed = threading.Event()
-        # The step that the scheduler has given up.
+        # The step given up by the scheduler.
         self._given_up: Running | None = None
         self._watching = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._watching.start()
 
     def give_step_up(self) -> None:
-        """Gives the running step only seconds more: the scheduler waits for it no longer."""
+        """Leaves the running step a few seconds: the scheduler no longer waits for it."""
         running = self._thread.running
         if running is not None and running.what == STEP and running.limit_s:
             self._given_up = running
@@ -112,7 +107,7 @@ class Watchdog:
         shortened: tuple[Running, float] | None = None
         while not self._closed.wait(interval_s):
             now, running = time.monotonic(), self._thread.running
-            # A longer time than asked for means that this process did not run.
+            # A longer time than asked for means a frozen process.
             silent_s = silent_s + min(now - looked, 2 * interval_s) if running is seen else 0.0
             seen, looked = running, now
             limit_s = running.limit_s if running else self._longest_s
@@ -134,7 +129,7 @@ class Watchdog:
 
 
 def end_process(reason: str) -> None:
-    """Logs the reason and where the model thread is, prints the reason as one line, and exits at once."""
+    """Logs the reason and the model thread's stack, prints the reason as a line, and exits at once."""
 
     def report() -> None:
         stack = _stack_of(MODEL_THREAD) + _stack_of(WAITING_THREAD)
@@ -150,7 +145,7 @@ def end_process(reason: str) -> None:
 
 
 def _stack_of(name: str) -> str:
-    """Returns where the thread with this name is; empty if there is none."""
+    """Returns the stack of a thread; empty without such a thread."""
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to see another thread's stack
     for thread in threading.enumerate():
         if thread.name == name and thread.ident in frames:

@@ -100,7 +100,7 @@ class _Results:
         return result
 
     def take(self, count: int, *, more: bool = False) -> list[StepResult]:
-        """Waits for `count` results. Returns the oldest, or with `more` all received ones."""
+        """Waits for `count` results and returns them, the oldest; with `more`, all received."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._arrived) >= count)
             return [self._arrived.popleft() for _ in range(len(self._arrived) if more else count)]

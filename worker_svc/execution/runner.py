@@ -8,15 +8,7 @@ from typing import cast
 import torch
 
 from protos.errors import Internal, TriptychError
-from protos.steps import (
-    Admission,
-    Decode,
-    Prefill,
-    SlotOutput,
-    StepPlan,
-    StepResult,
-    without_slots,
-)
+from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan, StepResult, without_slots
 from worker_svc.devices.base import Device, upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.batch import Batch
@@ -24,11 +16,7 @@ from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.lockstep import PlanRefused
 from worker_svc.execution.stage import Model, Stage
 from worker_svc.execution.step_graphs import StepGraphs
-from worker_svc.execution.token_selection import (
-    PromptLogprobs,
-    TokenSelector,
-    make_sampler,
-)
+from worker_svc.execution.token_selection import PromptLogprobs, TokenSelector, make_sampler
 from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature

@@ -37,13 +37,7 @@ class Stage:
     """The stage of one rank. For a replica of one stage it passes everything through."""
 
     def __init__(
-        self,
-        model: Model,
-        batch: Batch,
-        group: RankGroup | None,
-        device: torch.device,
-        *,
-        most_tokens: int,
+        self, model: Model, batch: Batch, group: RankGroup | None, device: torch.device, *, most_tokens: int
     ) -> None:
         """Starts with no step under way; `most_tokens` are those of the largest step."""
         self.layout = group.layout if group else RankLayout()

@@ -142,10 +142,7 @@ class _MemoryPlan:
     """The memory in total."""
 
     def __init__(
-        self,
-        calls: Sequence[KernelCall | LayerAttention],
-        allocated: AbstractSet[int],
-        output: torch.Tensor,
+        self, calls: Sequence[KernelCall | LayerAttention], allocated: AbstractSet[int], output: torch.Tensor
     ) -> None:
         """Plans the memory of calls. The output and what was not `allocated` while recording keep theirs."""
         self.num_bytes = 0

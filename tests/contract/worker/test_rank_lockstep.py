@@ -17,7 +17,7 @@ from protos.triptych.v1 import worker_pb2
 from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
 from tests.support.waiting import until
-from worker_svc.api import following
+from worker_svc.api import servicer
 from worker_svc.lora.store import HostAdapter
 from worker_svc.pending_step import PendingStep
 
@@ -182,7 +182,7 @@ async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
 
 async def test_a_rank_that_nothing_asks_to_follow_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it: the scheduler may take it for ready, because it had the sizes until then."""
-    monkeypatch.setattr(following, "_ASKED_WITHIN_S", 0.05)
+    monkeypatch.setattr(servicer, "_ASKED_WITHIN_S", 0.05)
     async with rank_servers(2, 1, monkeypatch) as servers:
         await servers.configure(sizes(0))
         alone = servers.configure_rank(0, sizes(1))

@@ -56,7 +56,9 @@ class Replica:
     def open_stream(self) -> None:
         """Begins a stream of plans."""
         self.forget(SLOTS)
-        self.runner = PlanRunner(self.leader, self, self.thread, hand_over=self._hand_over)
+        self.runner = PlanRunner(
+            self.leader.launch, self.is_interrupted, self.thread, hand_over=self._hand_over
+        )
 
     def is_interrupted(self, step: int) -> bool:
         return self.results[step] >= self.patience

@@ -67,7 +67,10 @@ class ModelWorker:
         assert self.stream is None
         stream = self.stream = Stream()
         self._runner = PlanRunner(
-            self, stream, self, hand_over=lambda _, result: stream.results.append(result)
+            self.launch,
+            stream.is_interrupted,
+            self,
+            hand_over=lambda _, result: stream.results.append(result),
         )
         return stream
 

@@ -95,7 +95,7 @@ class Stream:
     _deferred: list[Callable[[], object]] = field(default_factory=list)
 
     def run(self) -> list[StepResult]:
-        runner = PlanRunner(self.worker, self, self, hand_over=self._take)
+        runner = PlanRunner(self.worker.launch, self.is_interrupted, self, hand_over=self._take)
         for plan in self.plans:  # grows meanwhile
             runner.run(plan)
         self.settle()

@@ -76,7 +76,7 @@ class Replica:
         self._threads[0].start()
         self._waiting = Waiting()
         leader = Leader(first, groups[0], self.reasons.append)
-        self._runner = PlanRunner(leader, self, self._waiting, hand_over=self._take)
+        self._runner = PlanRunner(leader.launch, self.is_interrupted, self._waiting, hand_over=self._take)
         self._ranks = ranks
         self._step = 0
         self.tokens: defaultdict[int, list[int]] = defaultdict(list)
