@@ -1,4 +1,4 @@
-"""The worker: runs one model on one device for a scheduler.
+"""The worker: runs a model on a device for a scheduler.
 
 `__main__` reads `settings` and runs `service`, which joins the rooms. From the top down: `api`
 (gRPC), `execution` (plans), `vllm_adapter`, then `pooling`, `graphs`, `sampling`, `grammars` and

@@ -1,4 +1,4 @@
-"""The worker's command: reads the settings and serves; a bad setting ends it with one line."""
+"""The worker's command: reads the settings and serves; a bad setting ends it with a line of text."""
 
 import os
 import sys
@@ -53,7 +53,7 @@ def _end(error: ConfigurationRefused | WorkerFailed) -> NoReturn:
 
 
 def _uses_torch() -> bool:
-    """Whether threads may still be in torch: a normal exit would destroy what they use, and abort."""
+    """Whether threads may still be in torch: a normal exit would destroy its state under them, and abort."""
     distributed = sys.modules.get("torch.distributed")
     return any(thread.name.startswith(_TORCH_THREADS) for thread in threading.enumerate()) or (
         distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -61,7 +61,7 @@ def _uses_torch() -> bool:
 
 
 def prepare_process() -> None:
-    """Sets what libraries read when they are imported. Call it before torch and vLLM are."""
+    """Prepares the imports of libraries. Call it before torch and vLLM are imported."""
     silence_libraries()
     # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

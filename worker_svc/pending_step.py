@@ -1,4 +1,4 @@
-"""A step that was handed to the device, which may still be running it."""
+"""A step in the hands of the device, possibly still running."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ NOT_FINITE: Final = -2
 
 
 def output_of(slot: int, token: int) -> SlotOutput:
-    """Returns the output of a slot for which a step gave a token, or a mark in its place."""
+    """Returns the output of a slot from its token, or from the mark in its place."""
     if token == NOT_FINITE:
         return SlotOutput(slot, error=NotFinite("the model computed NaN or infinity"))
     if token < 0:
@@ -31,25 +31,25 @@ class PendingStep:
     """A launched step: either its outputs, or the way to them."""
 
     work: Work | None = None
-    """What of the plan's work runs, without refused and skipped slots; `None` if no graph ran."""
+    """The running part of the plan's work, without refused and skipped slots; `None` if no graph ran."""
     refused: Sequence[SlotOutput] = ()
-    """The admissions of the plan that were refused."""
+    """The refused admissions of the plan."""
     outputs: Sequence[SlotOutput] = ()
     """The outputs of the work, if the host had to know them to complete the step."""
     read_tokens: Callable[[], Sequence[int]] | None = None
-    """Otherwise a function that waits for the step and returns its tokens: one for each slot of its work, or
-    a mark in its place. A chunk that samples none has any token, or a mark."""
+    """Otherwise waits for the step and returns a token for each slot of its work, or a mark in its place.
+    Of a chunk without sampling, any token, or a mark."""
     read_result: Callable[[], StepResult] | None = None
-    """Otherwise a function that waits for the step's result, which another rank computes."""
+    """Otherwise waits for the step's result, computed by another rank."""
     runs_ahead: bool = False
-    """Whether the next plan may be launched before the step is read, and on which thread that happens does
-    not matter: nothing that it launches depends on the host."""
+    """Whether the next plan may be launched before the step is read, on any thread: none of its launches
+    depends on the host."""
 
     def read(self) -> tuple[Sequence[int], Sequence[SlotOutput]]:
         """Waits for the step.
 
-        Returns one token for each slot of the work, if that is all that the step gives, else no tokens and
-        its outputs by slot.
+        Returns a token for each slot of the work if the result is tokens only, else no tokens and the
+        outputs by slot.
         """
         if self.read_result is not None:
             result = self.read_result()
@@ -70,6 +70,6 @@ class PendingStep:
 
 
 def as_outputs(work: Work | None, tokens: Sequence[int]) -> list[SlotOutput]:
-    """Returns a token for each slot of the work as outputs; nothing if there are no tokens."""
+    """Returns the tokens of the work's slots as outputs; nothing without tokens."""
     slots = slots_of(work) if tokens else ()
     return [SlotOutput(slot, (token,)) for slot, token in zip(slots, tokens, strict=True)]

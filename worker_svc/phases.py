@@ -1,4 +1,4 @@
-"""The phases between a request to configure and a serving worker, with their progress and their times."""
+"""The phases from a request to configure to a serving worker, with their progress and their times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ def one_by_one(units: Sequence[_Unit], progress: Progress) -> Iterator[_Unit]:
 
 
 class Phases:
-    """Reports and times the phases of one configuration."""
+    """Reports and times the phases of a configuration."""
 
     seconds: dict[Phase, float]
-    """How long each finished phase took."""
+    """Duration of each finished phase."""
 
     def __init__(self, report: PhaseProgress) -> None:
         """Starts the clock of the first phase."""
@@ -36,11 +36,11 @@ class Phases:
         self.seconds = {}
 
     def progress(self, phase: Phase) -> Progress:
-        """Returns a function that reports the progress of `phase`."""
+        """Returns the function to report the progress of `phase`."""
         return lambda done, total, what: self._report(phase, done, total, what)
 
     def finish(self, phase: Phase) -> None:
-        """Records that `phase` took the time since the phase before it ended."""
+        """Ends `phase`, which began with the end of the phase before."""
         now = time.monotonic()
         self.seconds[phase] = now - self._started
         self._started = now

@@ -1,4 +1,4 @@
-"""Pooling models: one result per prompt, in static shapes and graphs, without a KV cache."""
+"""Pooling models: a result per prompt, in static shapes and graphs, without a KV cache."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -85,13 +85,10 @@ def activate(vectors: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 class PoolingModel(RecordableModel, Protocol):
-    """A model as the runner sees it; `vllm_adapter.model.VllmModel` implements it."""
+    """The runner's view of a model; `vllm_adapter.model.VllmModel` implements it."""
 
     def row_plans(self, lengths: torch.Tensor, row_len: int | None, /) -> dict[str, Any]:
-        """Returns the attention metadata of `forward`, for lengths [rows] of rows of `row_len`.
-
-        Without `row_len`, these are lengths of packed texts.
-        """
+        """Returns the metadata for `forward`: of lengths [rows] in rows of `row_len`, or of packed texts."""
         ...
 
 
@@ -104,7 +101,7 @@ class PoolRunner:
     """A pooling model and the prompts in its slots. Not thread-safe: a single thread runs all plans."""
 
     graphs: GraphRunner
-    """The graphs that steps run as."""
+    """The graphs of the steps."""
 
     def __init__(
         self,
@@ -125,7 +122,7 @@ class PoolRunner:
         self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))
 
     def signatures(self) -> list[GraphSignature]:
-        """Returns every kind of step that plans may ask for."""
+        """Returns every kind of step in plans."""
         return [_signature(shape) for shape in self._shapes]
 
     @torch.inference_mode()
@@ -176,7 +173,7 @@ class PoolRunner:
         self._slots.clear()
 
     def close(self) -> None:
-        """Drops the captured steps, which reference the runner and would keep its graphs' memory in use."""
+        """Drops the captured steps: they reference the runner and keep its graphs' memory in use."""
         self._steps.clear()
 
     def _admit(self, request: Admission) -> Internal | None:
@@ -214,7 +211,7 @@ class PoolRunner:
     def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph, and captures the step around it if the device captures.
 
-        The graph is made of single tokens, and compared with the model on texts that fill the shape.
+        The graph is made of single tokens, and compared with the model on texts as large as the shape.
         """
         row_len = None if signature.packed else signature.query_len
         short, full = (self._upload(*_example(signature, fills=fills)) for fills in (False, True))
@@ -319,10 +316,10 @@ def _packed_inputs(
 def _example(signature: GraphSignature, *, fills: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and places of texts that fill the shape together, or of single tokens.
 
-    None is the second text of a pair: not every model has a second type of tokens.
+    None is the second text of a pair: not every model distinguishes two types of tokens.
     """
     size, batch = signature.query_len, signature.batch
-    # Every vocabulary has at least 8 tokens.
+    # No vocabulary is smaller than 8 tokens.
     tokens = torch.arange(size if signature.packed else batch * size) % 8
     if not signature.packed:
         return tokens, torch.tensor([[size if fills else 1] * batch, [size] * batch])

@@ -82,7 +82,7 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
 
 
 async def _first_end(ends: list[asyncio.Future[Any]], servicer: WorkerServicer) -> None:
-    """Waits for one of the ends of a service; raises its error."""
+    """Waits for the first end of a service; raises its error."""
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     try:
         for end in done:
@@ -95,7 +95,7 @@ async def _first_end(ends: list[asyncio.Future[Any]], servicer: WorkerServicer) 
 
 
 def check(settings: Settings) -> Worker:
-    """Returns a prepared worker. Refuses what a start would refuse; serves and registers nothing.
+    """Returns a prepared worker, with the checks of a start; serves and registers nothing.
 
     Raises:
         ConfigurationRefused: if an address cannot be bound, or the model cannot be served.

@@ -39,7 +39,7 @@ _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
 
 class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
-    """Runs one model on one device for a scheduler, which sets the shapes."""
+    """Runs a model on a device for a scheduler, which sets the shapes."""
 
     model_config = SettingsConfigDict(
         cli_shortcuts={"optimization-level": "O"}, use_attribute_docstrings=True
@@ -105,66 +105,67 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of a model on the Hugging Face hub."""
     device: DeviceSetting = "auto"
-    """Device to run on. auto takes a GPU if there is one, else the CPU."""
+    """Device to run on. auto takes a GPU if available, else the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Ranks that split every layer of the model between them."""
     pipeline_parallel_size: int = Field(1, ge=1, le=1024)
-    """Stages that split the model by layers. A replica has this many times --tensor-parallel-size ranks."""
+    """Stages that split the model by layers. A replica consists of this many times --tensor-parallel-size
+    ranks."""
     enable_expert_parallel: bool = False
     """Split expert layers by experts instead of within each expert."""
     rank: int = Field(0, ge=0)
     """This process' rank in its replica: its stage times --tensor-parallel-size, plus its place there."""
     world_size: int | None = Field(None, ge=1)
-    """Ranks of the replica, if it should be checked. Default: what the two sizes make."""
+    """Ranks of the replica, for a check. Default: the product of the two sizes."""
     local_rank: int | None = Field(None, ge=0, le=1024)
     """Index of this rank's GPU among those of its host. Default: --rank, modulo the number of GPUs."""
     replica_id: str = Field("", validate_default=False)
-    """Name of the replica, the same for all of its ranks. Default, for one rank: a name of its own."""
+    """Name of the replica, the same for all of its ranks. Default, for a single rank: a generated name."""
     master: str = Field("", validate_default=False)
     """host:port where rank 0 listens for the other ranks of its replica."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations. auto is the type that the model was saved in."""
+    """Type of weights and activations. auto is the type of the saved model."""
     pooling_task: Literal["auto", "embed", "classify", "token_embed", "token_classify"] = "auto"
-    """What the graphs of a pooling model compute. auto is what the model is made for; see docs/pooling.md."""
+    """Task of a pooling model's graphs. auto is the model's own; see docs/pooling.md."""
     load_format: LoadFormat = "auto"
     """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up
     weights, for measurements."""
     trust_remote_code: bool = False
-    """Allow Python code that comes with a model to run in this process."""
+    """Run a model's own Python code in this process."""
     language_model_only: bool = False
     """Serve the text model of a multimodal checkpoint and leave its other weights unread. Without it, such
     checkpoints are refused."""
     generation_config: str = Field("auto", min_length=1)
-    """Where sampling parameters come from that a request omits: auto (the model's generation_config.json), a
-    folder with such a file, or vllm (none; see docs/sampling.md)."""
+    """Source of sampling parameters omitted by a request: auto (the model's generation_config.json), a folder
+    with such a file, or vllm (none; see docs/sampling.md)."""
     override_generation_config: Annotated[dict[str, Any], NoDecode] = Field(default_factory=dict)
-    """JSON with sampling parameters that come before those, for example {"temperature": 0.7,
+    """JSON with sampling parameters that override those, for example {"temperature": 0.7,
     "max_new_tokens": 1024}."""
     enable_lora: bool = False
-    """Serve LoRA adapters beside the model."""
+    """Serve LoRA adapters in addition to the model."""
     max_loras: int = Field(4, ge=1, le=256)
-    """Different adapters that one step can mix; the device has memory for as many."""
+    """Different adapters in a step; the device reserves memory for as many."""
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Highest rank of an adapter. Memory and time of a step with adapters grow with it."""
     max_cpu_loras: int | None = Field(None, ge=1, le=10_000)
-    """Adapters that the host keeps, those on the device included. Default: twice --max-loras."""
+    """Adapters kept on the host, including those on the device. Default: twice --max-loras."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the adapters' weights. auto is the model's."""
     kv_memory: float | None = Field(None, ge=0, le=MAX_GIB)
     """Memory for the KV cache, GiB; 0 for --kv-share of the free memory. Default: VLLM_CPU_KVCACHE_SPACE on a
     CPU, if set, else 0."""
     kv_share: float = Field(0.4, gt=0, le=1)
-    """Share of the memory left free by weights and graphs that the KV cache takes."""
+    """The KV cache's share of the memory left free by weights and graphs."""
     window_kv: Literal["auto", "paged", "in-place"] = "auto"
-    """KV memory of sliding-window layers: paged blocks, or one block a request in which the window slides in
+    """KV memory of sliding-window layers: paged blocks, or a block per request in which the window slides in
     place, as NPU kernels do. auto follows the device's kernels."""
     backend: Backend = "auto"
-    """How steps run: compiled (one static graph per shape, made before serving) or eager (the model's Python
-    code, for debugging). auto makes graphs of every step that is static."""
+    """How steps run: compiled (a static graph per shape, made before serving) or eager (the model's Python
+    code, for debugging). auto makes graphs of all static steps."""
     optimization_level: int | None = Field(None, ge=0, le=3)
     """How graphs are made (-O): 0 eager; 1 the device's own kernels; 2 generated kernels between them; 3 the
-    fastest of several generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU has its own compiler and no
-    levels above 1."""
+    fastest of several generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU uses its own compiler, with
+    no levels above 1."""
     compilation_config: Annotated[CompilationConfig | None, NoDecode] = None
     """vLLM's JSON, or the same as a Python literal: {"level": N} is -O N, as is N alone;
     candidate_compile_sizes lists the decode buckets to generate kernels for. -O takes the JSON, too."""
@@ -202,21 +203,21 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
     do; it needs none of the vendor's packages, so it shows whether a model suits an NPU."""
     grammar_threads: int = Field(2, ge=1, le=64)
-    """Grammars that are compiled at the same time."""
+    """Grammars compiled at the same time."""
     grammar_time_s: float = Field(5.0, ge=1, le=600)
-    """CPU time that compiling one grammar may take, seconds."""
+    """CPU time to compile a grammar, seconds."""
     grammar_memory_mib: int = Field(1024, ge=64, le=1 << 20)
-    """Memory that compiling one grammar may take, MiB."""
+    """Memory to compile a grammar, MiB."""
     grammar_cache_mib: int = Field(256, ge=0, le=1 << 20)
     """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above
     this limit. 0: of the others, only the newest is kept."""
     jump_ahead_tokens: int = Field(4, ge=0, le=1024)
     """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as
-    one chunk. 0: never."""
+    a chunk. 0: never."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of the process's own random numbers, such as made-up weights. Requests have their own seeds."""
+    """Seed of the process's own random numbers, such as made-up weights. Requests bring their own seeds."""
     cpu_threads: int | None = Field(None, ge=1, le=1024)
-    """Threads that CPU kernels use. Default: all cores."""
+    """Threads of CPU kernels. Default: all cores."""
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     scheduler_address: MayBeEmpty = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
@@ -226,7 +227,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Host at which the scheduler connects to this worker. Default: the address that the registration comes
     from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
-    """Report NOT_SERVING while a step has been running for longer, seconds."""
+    """Report NOT_SERVING during a longer step, seconds."""
     hang_timeout_s: float | None = Field(None, ge=0, le=86_400)
     """End the process when a step takes longer, so that its supervisor restarts it, seconds. Default: half as
     much again as the scheduler's --step-timeout-s. 0: never."""

@@ -1,8 +1,8 @@
-"""A process that waits to become a worker: everything is imported, and nothing that a worker owns is held.
+"""A process ready to become a worker: everything is imported, but no device, weights or port are taken.
 
-Importing vLLM and torch takes most of a worker's start. A standby has no device, no weights, no port and no
-registration. Its launcher starts it with a worker's flags, and writes one line of JSON to its standard input
-when a worker has died. The standby then runs the worker's command in this same process.
+Importing vLLM and torch takes most of a worker's start. The launcher starts a standby with a worker's flags,
+and writes a line of JSON to its standard input after a worker's death. The standby then runs the worker's
+command in the same process.
 """
 
 import gc
@@ -30,10 +30,9 @@ _IMPORTED_LATE = ("worker_svc.vllm_adapter.attention", "worker_svc.vllm_adapter.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Imports what a worker needs, waits for orders, and is a worker from then on.
+    """Imports the worker's modules, waits for orders, and is a worker from then on, with the orders' flags.
 
-    The orders have the flags that count. Returns the worker's exit code; 0 if standard input ends without
-    orders, 2 for a bad setting.
+    Returns the worker's exit code; 0 if standard input ends without orders, 2 for a bad setting.
     """
     try:
         settings = load(Settings, argv)
@@ -56,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 def _import(settings: Settings) -> None:
     """Imports on a thread of low priority, so that running workers keep the processors.
 
-    The threads that serve later come from the main thread and have its priority. Ends the process if an
-    import fails.
+    Later threads come from the main thread, with its priority. Ends the process if an import fails.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

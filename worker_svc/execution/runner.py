@@ -113,7 +113,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Applies a plan and hands the first step of its work to the device.
+        """Frees slots, copies blocks, admits requests, grows tables, and hands the first step to the device.
 
         Skips the slots of refused admissions, and in a decode step slots with several tokens to compute.
 
