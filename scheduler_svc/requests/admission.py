@@ -202,19 +202,15 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
             "retry when more workers are back",
             retry_after_ms=2000,
         )
-    if submission.max_tokens is not None or cut <= 0:
-        raise ContextExceeded(
-            f"This deployment's maximum context length is {most_tokens} tokens a request (its KV memory), but the"
-            f" request has {num_prompt} prompt tokens and max_tokens={max_tokens}; ask for less",
-            param="max_tokens",
-        )
-    if cut < min_tokens:
-        raise ContextExceeded(
-            f"This deployment's maximum context length is {most_tokens} tokens a request (its KV memory), but the"
-            f" request has {num_prompt} prompt tokens and min_tokens={min_tokens}; ask for less",
-            param="min_tokens",
-        )
-    return cut
+    if submission.max_tokens is None and cut >= max(1, min_tokens):
+        return cut
+    is_max = submission.max_tokens is not None or cut <= 0
+    param, count = ("max_tokens", max_tokens) if is_max else ("min_tokens", min_tokens)
+    raise ContextExceeded(
+        f"This deployment's maximum context length is {most_tokens} tokens a request (its KV memory), but the"
+        f" request has {num_prompt} prompt tokens and {param}={count}; ask for less",
+        param=param,
+    )
 
 
 def make_requests(

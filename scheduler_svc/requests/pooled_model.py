@@ -70,30 +70,23 @@ class PooledModel:
                 "this model does not mark the second text of a pair; omit second_text_at",
                 param="second_text_at",
             )
-        if pooling.dimensions:
-            self._check_dimensions(pooling.dimensions, is_embedding=task in _EMBEDDINGS)
+        asked = pooling.dimensions
+        if asked and (refusal := self._refusal(asked, is_embedding=task in _EMBEDDINGS)):
+            raise Unsupported(f"dimensions={asked} is not supported: {refusal}", param="dimensions")
 
-    def _check_dimensions(self, dimensions: int, *, is_embedding: bool) -> None:
+    def _refusal(self, dimensions: int, *, is_embedding: bool) -> str:
+        """Returns why results cannot have so many dimensions; empty if they can."""
         if not is_embedding:
-            raise Unsupported(
-                f"dimensions={dimensions} is not supported: the results are not embeddings; omit it",
-                param="dimensions",
-            )
+            return "the results are not embeddings; omit it"
         if dimensions == self.size:
-            return
+            return ""
         if not self.info.matryoshka:
-            raise Unsupported(
-                f"dimensions={dimensions} is not supported: this model's embeddings have {self.size}, and it was"
-                " not trained to be cut (Matryoshka); omit it",
-                param="dimensions",
-            )
+            return f"this model's embeddings have {self.size}, and it was not trained to be cut (Matryoshka); omit it"
         allowed = self.info.matryoshka_dimensions
         if dimensions > self.size or (allowed and dimensions not in allowed):
             names = ", ".join(map(str, allowed)) if allowed else f"1 to {self.size}"
-            raise Unsupported(
-                f"dimensions={dimensions} is not supported: this model's embeddings can be cut to {names}",
-                param="dimensions",
-            )
+            return f"this model's embeddings can be cut to {names}"
+        return ""
 
 
 def _task_name(task: int) -> str:
