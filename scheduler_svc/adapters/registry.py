@@ -48,7 +48,7 @@ _MAX_LISTED = 8
 
 
 class AdapterRegistry:
-    """Adapters by name. A name is free, expected, refused, being loaded, or an adapter's.
+    """Adapters by name. A name is free, expected, refused, or an adapter's.
 
     Expected names are reserved for adapters of the settings until those are loaded or refused for good.
     """
@@ -59,7 +59,6 @@ class AdapterRegistry:
         self._adapters: dict[str, Adapter] = {}
         self._expected = set(expected)
         self._refused: dict[str, str] = {}
-        self._loading: set[str] = set()
         self.served_name = ""
         """Name of the base model, once known."""
         self.aliases: tuple[str, ...] = ()
@@ -98,8 +97,8 @@ class AdapterRegistry:
             f"the model {name!r} is not served here; use {self.served_name!r}{adapters}", param="model"
         )
 
-    def begin(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
-        """Reserves a name for a new adapter; see :meth:`AdapterControl.load`."""
+    def make(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
+        """Checks the name of a new adapter and returns the adapter; see :meth:`AdapterControl.load`."""
         _check_text(name, source)
         if name in (self.served_name, *self.aliases):
             raise InvalidArgument(
@@ -111,31 +110,23 @@ class AdapterRegistry:
                 " retry, or choose another name",
                 retry_after_ms=5000,
             )
-        if name in self._loading:
-            raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="name")
         if name in self._adapters and not in_place:
             raise InvalidArgument(
                 f"the adapter {name!r} is loaded; unload it first, or set load_inplace", param="name"
             )
-        self._loading.add(name)
         if expected:
             # It was refused for lack of workers with LoRA.
             self._refused.pop(name, None)
         return Adapter(next(self._ids), name, source)
 
-    def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
-        """Binds a name to its loaded adapter; returns the adapter with its facts and the replaced adapter."""
+    def add(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
+        """Adds a loaded adapter; returns it with its facts, and the adapter that it replaces."""
         complete = replace(adapter, rank=facts.rank, digest=facts.digest, revision=facts.revision)
         name, earlier = adapter.name, self._adapters.get(adapter.name)
         self._adapters[name] = complete
-        self._loading.discard(name)
         self._expected.discard(name)
         self._refused.pop(name, None)
         return complete, earlier
-
-    def failed(self, adapter: Adapter) -> None:
-        """Frees the name of an adapter after a failed load."""
-        self._loading.discard(adapter.name)
 
     def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
         """Records why an adapter of the settings cannot be served; unless `for_good`, it stays expected."""

@@ -24,7 +24,7 @@ class _Introduction:
     adapter: Adapter
     done: Outcome
     pending: set[str]
-    """Replicas that have not answered."""
+    """Replicas without an answer yet."""
     answers: list[LoadedAdapter | TriptychError] = field(default_factory=list)
 
 
@@ -136,10 +136,11 @@ class AdapterControl:
             raise Unsupported(
                 "the workers run no LoRA adapters; start them with --enable-lora (pooling models take none)"
             )
-        adapter = self.registry.begin(name, source, in_place=in_place, expected=expected)
+        adapter = self.registry.make(name, source, in_place=in_place, expected=expected)
+        if any(one.adapter.name == name for one in self._introductions.values()):
+            raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="name")
         hosts = [replica for replica in self._hosts if replica.scheduler.adapters.may_need_more]
         if not hosts:
-            self.registry.failed(adapter)
             raise Overloaded(
                 "requests use every adapter that the workers can hold; retry later, or raise --max-cpu-loras",
                 retry_after_ms=5000,
@@ -312,11 +313,10 @@ class AdapterControl:
         del self._introductions[adapter.adapter_id]
         facts = _agreed(adapter, introduction.answers)
         if isinstance(facts, TriptychError):
-            self.registry.failed(adapter)
             self._free_unused(adapter)
             introduction.done(facts)
             return
-        complete, earlier = self.registry.loaded(adapter, facts)
+        complete, earlier = self.registry.add(adapter, facts)
         if earlier is not None:
             self._free_unused(earlier)
         self._log.info(
