@@ -121,7 +121,7 @@ class Engine:
     # ---- requests ----
 
     def submit(self, submission: Submission, sink: Sink) -> None:
-        """Enqueues one request; see :meth:`submit_all`."""
+        """Enqueues a single request; see :meth:`submit_all`."""
         self.submit_all((submission,), sink)
 
     def submit_all(self, submissions: Sequence[Submission], sink: Sink) -> None:
@@ -390,7 +390,7 @@ class Engine:
             self._capacity.measure((replica.scheduler for replica in self.replicas.values()), length)
 
     def fail_oversized(self) -> int:
-        """Fails waiting requests that fit no replica, after a larger one was lost and did not return.
+        """Fails waiting requests too large for every replica, after a larger replica was lost for long.
 
         Requests with LoRA adapters also fail if no remaining replica can run them. Returns how many failed.
         """

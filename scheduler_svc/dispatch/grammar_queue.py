@@ -2,8 +2,8 @@
 
 Grammars are compiled only for the next requests in line. A worker compiling for every waiting request would
 evict the first grammars before their requests get a slot. A grammar *opens* with the requests to all replicas
-to compile it, and starts when one of its requests gets a slot; the number in between is limited. A waiting
-request continues once one replica holds the grammar, and runs only on replicas that do. The queue does no
+to compile it, and starts when its first request gets a slot; the number in between is limited. A waiting
+request continues once any replica holds the grammar, and runs only on replicas that do. The queue does no
 I/O: it calls replicas through callbacks, and the engine reports their answers with
 :meth:`GrammarQueue.compiled` and :meth:`GrammarQueue.refused`.
 """
@@ -20,17 +20,17 @@ from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import Grammar
 
 CompileRequest = Callable[[Grammar], None]
-"""Starts or cancels compiling a grammar on one replica; returns at once."""
+"""Starts or cancels compiling a grammar on a replica; returns at once."""
 
 MAX_OPEN: Final = 16
 """Most open grammars: enough to keep a replica's compiler threads busy, few enough for its cache."""
 MAX_OPEN_PER_TENANT: Final = 8
-"""Most open grammars of one tenant, so that other tenants need not wait for one to start."""
+"""Most open grammars per tenant, so that no tenant waits for another's grammars to start."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """The state of one grammar."""
+    """The state of a grammar."""
 
     tenant: str
     priority: int
@@ -64,10 +64,6 @@ class GrammarQueue:
         # By tenant, a heap of grammars to open, by the rank of their first request.
         self._line: dict[str, list[tuple[tuple[float, int], int, Grammar, _Entry]]] = {}
         self._numbers = itertools.count()
-        self._num_waiting = 0
-
-    def __len__(self) -> int:
-        return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
         """Yields every waiting request, in no particular order."""
@@ -128,7 +124,6 @@ class GrammarQueue:
             return False
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
-        self._num_waiting += 1
         self._tenants.add(request)
         if not entry.opened:
             line = self._line.setdefault(entry.tenant, [])
@@ -142,7 +137,6 @@ class GrammarQueue:
         entry = self._entries.get(grammar) if grammar is not None else None
         if entry is None or entry.waiting.pop(request.request_id, None) is None:
             return False
-        self._num_waiting -= 1
         self._tenants.remove(request)
         return True
 

@@ -12,7 +12,7 @@ from scheduler_svc.replica.stats import STEP_TOKENS, BucketStats, Distribution, 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The load of one replica."""
+    """The load of a replica."""
 
     replica_id: str
     num_running: int = 0
@@ -29,7 +29,7 @@ class Load:
 
     replicas: tuple[ReplicaLoad, ...] = ()
     num_waiting: int = 0
-    """Requests without a slot, deferred ones included."""
+    """Requests without a slot, including deferred requests."""
     num_deferred: int = 0
     """Requests waiting for a grammar or a shared prefix rather than for capacity."""
     num_waiting_tokens: int = 0
@@ -52,7 +52,7 @@ PREEMPTION_REASONS: Final = ("memory", "priority", "share", "fault")
 
 @dataclass(slots=True)
 class Totals:
-    """Monotonic figures of one replica, or sums over several replicas."""
+    """Monotonic figures of a replica, or sums over several replicas."""
 
     counts: dict[tuple[str, ...], float] = field(default_factory=dict)
     """Counters by metric name followed by the values of the metric's own labels."""

@@ -1,4 +1,4 @@
-"""Placement of the next waiting request on the best replica with room, or one that can make room."""
+"""Placement of the next waiting request on the best replica with room, or able to make room."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -222,7 +222,7 @@ class Placer:
                 own.chunk if own.chunk.known and is_recent else chunk,
                 own.decode if own.decode.known and is_recent else decode,
             )
-            # Keep the sequences of one request together while there are slots: they share blocks.
+            # Keep the sequences of a request together while there are slots: they share blocks.
             return replica.failing(), not scheduler.shares_prompt(request), seconds, replica.placed_s
 
         return sorted(free, key=cost)
@@ -247,7 +247,7 @@ class Placer:
         return waits_s + own_s * (1 + load) + num_steps * step_s
 
     def _preempt_for(self, request: Request) -> bool:
-        """Makes room by preempting the least urgent running requests, if the waiting one is more urgent."""
+        """Makes room for a request by preempting the least urgent of the less urgent running requests."""
         candidates = [
             (least, replica)
             for replica in self._candidates(request)

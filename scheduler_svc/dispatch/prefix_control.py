@@ -11,7 +11,7 @@ from scheduler_svc.kv.sequence import HashChain
 
 @dataclass(frozen=True, slots=True)
 class KvChange:
-    """One batch of changes to the prefix cache of a replica."""
+    """A batch of changes to the prefix cache of a replica."""
 
     replica_id: str
     batch: Batch
@@ -31,7 +31,7 @@ class PrefixControl:
         """
         self._replicas = replicas
         self._dispatch = dispatch
-        # Each subscribes a listener to the events of one replica.
+        # Each subscribes a listener to the events of a replica.
         self._subscribers: list[Callable[[str], None]] = []
 
     def hasher(self) -> Callable[[Sequence[int], Adapter | None, str], HashChain | None] | None:

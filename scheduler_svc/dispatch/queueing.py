@@ -15,7 +15,7 @@ from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
-"""Most sequences of one request per slot of the deployment."""
+"""Most sequences of a request per slot of the deployment."""
 
 RESUMED_FACTOR = 4
 """Resumed requests may fill the queue to this multiple of its limits, plus a request per slot."""
@@ -36,20 +36,16 @@ class LiveRequests:
         self.failed: list[SequenceGroup] = []
         """Groups with a failed sequence. Their other sequences are aborted before the next decision."""
 
-    def __len__(self) -> int:
-        """The number of live sequences."""
-        return len(self._by_id)
-
     def __iter__(self) -> Iterator[Request]:
         """Yields every live sequence, in the order of submission."""
         return iter(self._by_id.values())
 
     def in_use(self, request_id: str, sequence_ids: Collection[str]) -> bool:
-        """Returns whether a live request uses this id or one of these sequence ids."""
+        """Returns whether a live request uses this id or any of these sequence ids."""
         return request_id in self._groups or not self._by_id.keys().isdisjoint(sequence_ids)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Adds the sequences of one request."""
+        """Adds the sequences of a request."""
         for request in requests:
             self._by_id[request.request_id] = request
             if request.group is not None:
@@ -180,9 +176,6 @@ class Queues:
         self._clock = clock
         # Requests waiting on a replica for a prefix, by id.
         self._deferred: dict[str, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.grammars)
 
     def __iter__(self) -> Iterator[Request]:
         """Yields every request once; the queues must not change meanwhile."""

@@ -31,8 +31,7 @@ class Timeout(enum.Enum):
 class RequestTimeouts:
     """Fails requests after too long a wait.
 
-    The sequences of a client request count as one: it has begun when one of them got a slot, and makes
-    progress when one of them does.
+    A client request begins with the first slot of any of its sequences, and progresses with any of them.
     """
 
     def __init__(self, engine: Engine, *, queue_s: float, token_s: float, clock: Callable[[], float]) -> None:

@@ -290,7 +290,7 @@ class Request:
         The log has a line for each client request, written when its last sequence ends. Calls of a pooling
         model have one for all their requests, written elsewhere.
         """
-        self.end_trace(event, now_s)
+        self._end_trace(event, now_s)
         if self.pooling is not None:
             return
         delivery, group = self.delivery, self.group
@@ -311,8 +311,7 @@ class Request:
             finish_reason=",".join(dict.fromkeys(outcome for outcome, _, _ in ends)),
         )
 
-    def end_trace(self, event: Event, now_s: float) -> None:
-        """Writes the request's spans, if it is sampled, given its last event and a clock reading."""
+    def _end_trace(self, event: Event, now_s: float) -> None:
         if self.trace is None:
             return
         params, delivery = self.sampling.params, self.delivery

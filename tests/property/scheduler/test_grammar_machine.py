@@ -215,7 +215,7 @@ class GrammarMachine(RuleBasedStateMachine):
                 assert tokens == wanted[: len(tokens)]
                 assert sum(event.finish_reason is not None for event in mine) == 1
                 assert mine[-1].finish_reason is FinishReason.ABORT or tokens == wanted
-        assert not self.engine._live
+        assert not self.engine.live()
         assert not self.engine._live._groups
         assert not self.engine.grammars._entries
         assert not self.engine.num_waiting

@@ -344,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def suspected(self) -> bool:
         """Whether a request is a suspect. Further faults could make it look as if it were poison."""
-        return any(request.suspect for request in self.rig.engine._live._by_id.values())
+        return any(request.suspect for request in self.rig.engine.live())
 
     @rule(plans=st.integers(1, 2), after=st.integers(0, 3))
     def steps_fail(self, plans: int, after: int) -> None:
@@ -382,7 +382,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def a_fault_counts_once(self) -> None:
         if not hasattr(self, "rig"):
             return
-        assert all(one.step_failures <= self.rig.faults for one in self.rig.engine._live._by_id.values())
+        assert all(one.step_failures <= self.rig.faults for one in self.rig.engine.live())
         if not self.suspected:
             self.rig.faults = 0
 
@@ -390,7 +390,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.run()
-        assert not self.rig.engine._live, "a request is stuck"
+        assert not self.rig.engine.live(), "a request is stuck"
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}
@@ -429,7 +429,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler._decoding
         assert not scheduler._shared._sources
         assert not scheduler._changes._unsent
-        assert not engine._live
+        assert not engine.live()
         assert not engine._live._groups
 
 

@@ -155,7 +155,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def step_fails(self, index: int) -> None:
         # Two failures in a row of a request that runs alone would be its own.
         unread = any(result.error for replica in self.replicas.values() for result in replica.stream.results)
-        if not unread and not any(request.suspect for request in self.engine._live._by_id.values()):
+        if not unread and not any(request.suspect for request in self.engine.live()):
             self.workers[index].run(fails=True)
 
     @rule(index=workers, loss=st.sampled_from([Loss.DIED, Loss.HUNG, Loss.LEFT]))
@@ -227,7 +227,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.late_writes_reach_no_prefix()
         assert all(client.complete for client in self.clients), "a request is stuck"
         self.all_work(12)
-        assert not self.engine._live
+        assert not self.engine.live()
         for replica in self.replicas.values():
             assert replica.scheduler.idle
             for group in replica.scheduler.kv.groups:

@@ -77,7 +77,7 @@ def _watch_scheduler() -> Callable[[], dict[str, Any]]:
             fault = str(error)
         return {
             "integrity": fault,
-            "live": len(engine._live._by_id),
+            "live": len(engine.live()),
             "blocks": sum(
                 group.pool.num_blocks - group.pool.num_free
                 for kv in engine.caches().values()
