@@ -71,30 +71,25 @@ class LoraService:
 
     async def _load_module(self, name: str, source: str, places: asyncio.Semaphore) -> None:
         """Retries an adapter of the settings until it is loaded or refused for good."""
-        reason = ""
+        registry, reason = self._deployment.engine.adapters.registry, ""
         while True:
-            async with places:
-                error = await self._try(name, source)
+            error = None
+            try:
+                async with places:
+                    await self.load(name, source, in_place=False, expected=True)
+            except TriptychError as failure:
+                error = failure
+            # Workers with LoRA may join later.
+            is_final = error is None or not (error.retryable or isinstance(error, Unsupported))
+            if error is not None and not error.retryable:
+                registry.refuse(name, error, for_good=is_final)
+            if error is not None and is_final:
+                self._log.error("adapter_refused", name=name, source=source, reason=error.message)
             self._untried.discard(name)
             self._tell()
-            if error is None:
+            if error is None or is_final:
                 return
             if reason != error.message:
                 reason = error.message
                 self._log.warning("adapter_delayed", name=name, source=source, reason=reason)
             await asyncio.sleep(_RETRY_S)
-
-    async def _try(self, name: str, source: str) -> TriptychError | None:
-        """Loads an adapter; returns a temporary error."""
-        try:
-            await self.load(name, source, in_place=False, expected=True)
-        except TriptychError as error:
-            if error.retryable:
-                return error
-            # Workers with LoRA may join later.
-            for_good = not isinstance(error, Unsupported)
-            self._deployment.engine.adapters.registry.refuse(name, error, for_good=for_good)
-            if not for_good:
-                return error
-            self._log.error("adapter_refused", name=name, source=source, reason=error.message)
-        return None
