@@ -15,7 +15,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.service.common_settings import LinkSecuritySettings
 from protos.service.settings import Group
-from scheduler_svc.adapters.modules import name_and_path, split_modules
+from scheduler_svc.adapters.registry import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import (
     SMALLEST_CHUNK,

@@ -210,7 +210,7 @@ def _shapes(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Wor
 
 
 def _adapters(modules: Sequence[str], worker: "Worker") -> str:
-    from scheduler_svc.adapters.modules import name_and_path
+    from scheduler_svc.adapters.registry import name_and_path
 
     assert worker.adapters is not None, "the settings refuse adapters without --enable-lora"
     for module in modules:

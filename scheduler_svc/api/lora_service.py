@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 from protos.errors import TriptychError, Unsupported
 from protos.service.logs import get_logger
-from scheduler_svc.adapters.modules import name_and_path
-from scheduler_svc.adapters.registry import Adapter
+from scheduler_svc.adapters.registry import Adapter, name_and_path
 from scheduler_svc.workers.deployment import Deployment
 
 # Pause before an adapter of the settings is retried after a temporary failure.

@@ -12,7 +12,7 @@ from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
 from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
-from scheduler_svc.adapters.modules import name_and_path
+from scheduler_svc.adapters.registry import name_and_path
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica, LoadAdapter

@@ -10,7 +10,7 @@ from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service.settings import ServiceSettings, is_secret, load
-from scheduler_svc.adapters.modules import name_and_path
+from scheduler_svc.adapters.registry import name_and_path
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
