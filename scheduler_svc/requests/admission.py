@@ -46,7 +46,7 @@ class Submission:
     sampling: Sampling = NO_SAMPLING
     """The parameters as sent, with a seed. ``max_tokens`` may be unset."""
     pooling: common_pb2.PoolingParams | None = None
-    """Set for a request to a pooling model, which generates nothing."""
+    """Set for a request to a pooling model."""
     n: int = 1
     """Number of sequences, 1 .. ``MAX_SEQUENCES``."""
     resumed: tuple[Resumed, ...] = ()
@@ -96,7 +96,7 @@ class Submission:
         return f"{self.request_id}#{sequence}" if self.n > 1 else self.request_id
 
     def ended(self, stop: StopRule) -> list[Event]:
-        """Returns the last events of resumed sequences that ended; the client did not receive them."""
+        """Returns the last events of finished resumed sequences, which their client did not receive."""
         events = []
         for sequence, received in self.sequences.items() if self.resumed else ():
             if (reason := stop.reason_of(received)) is not None:

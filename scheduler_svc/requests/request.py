@@ -43,7 +43,6 @@ class Event:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    """New tokens."""
     logprobs: Sequence[common_pb2.TokenLogprobs] = ()
     """An entry per new token if the client asked for them, else empty."""
     finish_reason: FinishReason | None = None
@@ -53,7 +52,7 @@ class Event:
     first: bool = False
     """Whether this is the request's first event; the next six fields apply only then."""
     seed: int = 0
-    """The request's seed, given or drawn."""
+    """Given by the client or drawn."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens spared by the prefix cache."""
@@ -111,7 +110,6 @@ class SequenceGroup:
     sink: Sink
     """Receives the events of all sequences."""
     members: list["Request"] = field(default_factory=list)
-    """The live sequences."""
     announced: bool = False
     """Whether the client received the facts about the prompt."""
     failed: bool = False
@@ -131,7 +129,7 @@ class SequenceSink:
         self._sequence = sequence
 
     def push(self, event: Event) -> None:
-        """Passes an event on unless the request has failed; a group has a single first event."""
+        """Passes an event on unless the request failed; a group sends a single first event."""
         group = self._group
         if group.failed:
             return
@@ -141,7 +139,7 @@ class SequenceSink:
         group.sink.push(replace(event, request_id=group.request_id, sequence=self._sequence, first=first))
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """See ``Sink``."""
+        """Passes each token on; see ``Sink``."""
         del request_ids  # the client knows its request by another id
         group = self._group
         for token_id in token_ids:
@@ -187,14 +185,13 @@ class Request:
     """Prompt and output."""
     # The step loop reads `token_ids` and the next two fields once per token: they lie together in memory.
     end: int = field(init=False)
-    """Length at which the sequence ends at the latest; of ``stop``, kept for the step loop."""
+    """Longest length of the sequence; a copy from ``stop`` for the step loop."""
     stop_ids: frozenset[int] = field(init=False)
-    """Tokens that may end the sequence; of ``stop``, kept for the step loop."""
+    """Tokens that may end the sequence; a copy from ``stop``."""
     kv: SequenceKv = field(init=False)
     """The sequence's KV memory; shares `token_ids`."""
     num_prompt_tokens: int
     sampling: Sampling
-    """Validated parameters."""
     arrival: int
     """Order of arrival; unique."""
     arrival_s: float
@@ -202,9 +199,7 @@ class Request:
     waits_since_s: float = field(default=0.0, init=False)
     """Clock reading since which the request waits for a slot, or waited for the last one."""
     sink: Sink
-    """Receives the events."""
     stop: StopRule
-    """When the sequence ends."""
     priority: int = 0
     """Lower runs earlier."""
     tenant: str = ""
@@ -285,10 +280,9 @@ class Request:
             self.sink.push(Event(self.request_id, worker_losses=0))
 
     def note_end(self, event: Event, now_s: float) -> None:
-        """Notes the sequence's end, given its last event and a clock reading: in its spans, and in the log.
+        """Writes the sequence's spans and, after the last sequence of a client request, a line in the log.
 
-        The log has a line for each client request, written when its last sequence ends. Calls of a pooling
-        model have one for all their requests, written elsewhere.
+        A call of a pooling model logs a single line for all its requests, elsewhere.
         """
         self._end_trace(event, now_s)
         if self.pooling is not None:
