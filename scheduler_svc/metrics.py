@@ -9,7 +9,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -45,83 +45,64 @@ _Samples = dict[tuple[str, ...], float]
 _Labels = TypeVar("_Labels", bound=tuple[str, ...])
 
 
-class _Family(NamedTuple):
-    """A metric of each replica."""
-
-    name: str
-    text: str
-    labels: tuple[str, ...] = ()
-    """Labels in addition to `_REPLICA`."""
-
-
-_COUNTERS: Final = (
-    _Family("vllm:prefix_cache_queries", "Tokens of admitted requests."),
-    _Family("vllm:prefix_cache_hits", "Tokens of admitted requests that the prefix cache had."),
-    _Family("vllm:prompt_tokens", "Prompt tokens of requests that began to answer."),
-    _Family("vllm:prompt_tokens_by_source", "Prompt tokens by how they were processed.", ("source",)),
-    _Family("vllm:prompt_tokens_cached", "Prompt tokens that the prefix cache had."),
-    _Family(
-        "vllm:prompt_tokens_cached_by_source",
+# Metrics of each replica: name, text, and labels in addition to `_REPLICA`.
+_COUNTERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm:prefix_cache_queries": ("Tokens of admitted requests.",),
+    "vllm:prefix_cache_hits": ("Tokens of admitted requests that the prefix cache had.",),
+    "vllm:prompt_tokens": ("Prompt tokens of requests that began to answer.",),
+    "vllm:prompt_tokens_by_source": ("Prompt tokens by how they were processed.", "source"),
+    "vllm:prompt_tokens_cached": ("Prompt tokens that the prefix cache had.",),
+    "vllm:prompt_tokens_cached_by_source": (
         "Tokens of admitted requests that the prefix cache had, by where it lies.",
-        ("source",),
+        "source",
     ),
-    _Family("vllm:generation_tokens", "New tokens."),
-    _Family("vllm:num_preemptions", "Running requests that lost their slot."),
-    _Family("triptych:preemptions", "Running requests that lost their slot, by reason.", ("reason",)),
-    _Family("triptych:deferred_requests", "Requests that waited for a prefix that another request computed."),
-    _Family(
-        "triptych:forked_sequences",
+    "vllm:generation_tokens": ("New tokens.",),
+    "vllm:num_preemptions": ("Running requests that lost their slot.",),
+    "triptych:preemptions": ("Running requests that lost their slot, by reason.", "reason"),
+    "triptych:deferred_requests": ("Requests that waited for a prefix that another request computed.",),
+    "triptych:forked_sequences": (
         "Sequences that share a prompt computed by another sequence of their request.",
     ),
-    _Family("triptych:prefill_chunks", "Prefill steps by compiled chunk size.", ("bucket",)),
-    _Family("triptych:prefill_tokens", "Prompt tokens in prefill steps.", ("bucket",)),
-    _Family("triptych:prefill_padding_tokens", "Padding tokens in prefill steps.", ("bucket",)),
-    _Family("triptych:decode_steps", "Decode steps by compiled batch size.", ("bucket",)),
-    _Family("triptych:decode_rows", "Rows of decode steps that held a request.", ("bucket",)),
-    _Family("triptych:decode_padding_rows", "Rows of decode steps that held padding.", ("bucket",)),
-    _Family("triptych:forced_tokens", "Tokens that a grammar determined, emitted without a forward pass."),
-    _Family("triptych:plans", "Plans with a step that were sent to the worker."),
-    _Family("triptych:plans_ahead", "Those that the worker had before it had answered the plan before."),
-    _Family("triptych:late_graphs", "Graphs that the worker made while it served."),
-    _Family("triptych:grammar_seconds", "Time that the worker's host took for the grammars of steps."),
-    _Family("triptych:stall_seconds", "Time that decoding requests waited for prefill steps."),
-    _Family("triptych:block_copies", "KV blocks copied."),
-    _Family("triptych:windows_kept", "Sliding windows copied for later requests."),
-    _Family("triptych:kv_blocks_evicted", "Cached KV blocks evicted for other content."),
-    _Family("triptych:lora_loads", "LoRA adapters loaded into the memory of the hosts."),
-    _Family("triptych:lora_evictions", "LoRA adapters freed there for others."),
-    _Family(
-        "triptych:not_finite_requests", "Requests that failed because the model computed NaN or infinity."
-    ),
-    _Family("triptych:lora_placements", "LoRA adapters copied to the device."),
-    _Family(
-        "triptych:pool_batches",
+    "triptych:prefill_chunks": ("Prefill steps by compiled chunk size.", "bucket"),
+    "triptych:prefill_tokens": ("Prompt tokens in prefill steps.", "bucket"),
+    "triptych:prefill_padding_tokens": ("Padding tokens in prefill steps.", "bucket"),
+    "triptych:decode_steps": ("Decode steps by compiled batch size.", "bucket"),
+    "triptych:decode_rows": ("Rows of decode steps that held a request.", "bucket"),
+    "triptych:decode_padding_rows": ("Rows of decode steps that held padding.", "bucket"),
+    "triptych:forced_tokens": ("Tokens that a grammar determined, emitted without a forward pass.",),
+    "triptych:plans": ("Plans with a step that were sent to the worker.",),
+    "triptych:plans_ahead": ("Those that the worker had before it had answered the plan before.",),
+    "triptych:late_graphs": ("Graphs that the worker made while it served.",),
+    "triptych:grammar_seconds": ("Time that the worker's host took for the grammars of steps.",),
+    "triptych:stall_seconds": ("Time that decoding requests waited for prefill steps.",),
+    "triptych:block_copies": ("KV blocks copied.",),
+    "triptych:windows_kept": ("Sliding windows copied for later requests.",),
+    "triptych:kv_blocks_evicted": ("Cached KV blocks evicted for other content.",),
+    "triptych:lora_loads": ("LoRA adapters loaded into the memory of the hosts.",),
+    "triptych:lora_evictions": ("LoRA adapters freed there for others.",),
+    "triptych:not_finite_requests": ("Requests that failed because the model computed NaN or infinity.",),
+    "triptych:lora_placements": ("LoRA adapters copied to the device.",),
+    "triptych:pool_batches": (
         "Batches of a pooling model by shape (rows x tokens, or texts/tokens if packed).",
-        ("shape",),
+        "shape",
     ),
-    _Family("triptych:pool_rows", "Rows of pooling batches that held a request.", ("shape",)),
-    _Family("triptych:pool_padding_rows", "Rows of pooling batches that held padding.", ("shape",)),
-    _Family("triptych:pool_tokens", "Prompt tokens in pooling batches.", ("shape",)),
-    _Family(
-        "triptych:pool_padding_tokens",
-        "Padding tokens in pooling batches, padding rows included.",
-        ("shape",),
-    ),
-)
+    "triptych:pool_rows": ("Rows of pooling batches that held a request.", "shape"),
+    "triptych:pool_padding_rows": ("Rows of pooling batches that held padding.", "shape"),
+    "triptych:pool_tokens": ("Prompt tokens in pooling batches.", "shape"),
+    "triptych:pool_padding_tokens": ("Padding tokens in pooling batches, padding rows included.", "shape"),
+}
 
-_HISTOGRAMS: Final = (
-    _Family("vllm:iteration_tokens_total", "Tokens of a step, prefill or decode, before padding."),
-    _Family("vllm:request_queue_time_seconds", "Time from arrival to the first slot, by request."),
-    _Family("vllm:request_prefill_time_seconds", "Time from the first slot to the first token, by request."),
-    _Family("vllm:request_decode_time_seconds", "Time from the first token to the last token, by request."),
-    _Family("vllm:request_inference_time_seconds", "Time from the first slot to the last token, by request."),
-    _Family("vllm:request_num_preemptions", "Preemptions, by request."),
-    _Family(
-        "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache lacked, by request."
-    ),
-    _Family("triptych:step_seconds", "Time of a step on the worker.", ("kind", "bucket")),
-    _Family("triptych:grammar_compile_seconds", "Time that the worker took to compile a grammar."),
-)
+_HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm:iteration_tokens_total": ("Tokens of a step, prefill or decode, before padding.",),
+    "vllm:request_queue_time_seconds": ("Time from arrival to the first slot, by request.",),
+    "vllm:request_prefill_time_seconds": ("Time from the first slot to the first token, by request.",),
+    "vllm:request_decode_time_seconds": ("Time from the first token to the last token, by request.",),
+    "vllm:request_inference_time_seconds": ("Time from the first slot to the last token, by request.",),
+    "vllm:request_num_preemptions": ("Preemptions, by request.",),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens that the prefix cache lacked, by request.",),
+    "triptych:step_seconds": ("Time of a step on the worker.", "kind", "bucket"),
+    "triptych:grammar_compile_seconds": ("Time that the worker took to compile a grammar.",),
+}
 
 
 class _Collected(Collector):
@@ -335,11 +316,11 @@ def _requests(model: str, load: Load) -> Iterator[Metric]:
 def _by_replica(model: str, totals: dict[str, Totals], longest: int) -> Iterator[Metric]:
     """Yields counters and histograms; no sequence is longer than `longest` tokens."""
     counters = {
-        family.name: _counter(family.name, family.text, {}, *_REPLICA, *family.labels) for family in _COUNTERS
+        name: _counter(name, text, {}, *_REPLICA, *labels) for name, (text, *labels) in _COUNTERS.items()
     }
     histograms = {
-        family.name: HistogramMetricFamily(family.name, family.text, labels=(*_REPLICA, *family.labels))
-        for family in _HISTOGRAMS
+        name: HistogramMetricFamily(name, text, labels=(*_REPLICA, *labels))
+        for name, (text, *labels) in _HISTOGRAMS.items()
     }
     for name, figures in totals.items():
         for (metric, *labels), value in figures.counts.items():

@@ -194,15 +194,11 @@ def load_to_proto(load: Load) -> inference_pb2.Load:
 
 
 def _replica_to_proto(replica: ReplicaLoad) -> inference_pb2.ReplicaLoad:
-    if replica.starting is not None:
-        return inference_pb2.ReplicaLoad(
-            replica_id=replica.replica_id,
-            state=inference_pb2.REPLICA_STATE_CONFIGURING,
-            detail=replica.starting,
-        )
+    is_ready = replica.starting is None
     return inference_pb2.ReplicaLoad(
         replica_id=replica.replica_id,
-        state=inference_pb2.REPLICA_STATE_READY,
+        state=inference_pb2.REPLICA_STATE_READY if is_ready else inference_pb2.REPLICA_STATE_CONFIGURING,
+        detail=replica.starting,
         num_running=replica.num_running,
         kv_usage=replica.kv_usage,
     )

@@ -155,7 +155,7 @@ class Deployment:
                 loop.call_later(_DISMANTLE_DELAY_S, loop.run_in_executor, None, _dismantle, memory)
             self._announce_serving()
         wait_s, call_later = self.settings.replica_wait_s, asyncio.get_running_loop().call_later
-        if not self._has_replicas and self._give_up is None:
+        if not self.engine.replicas and self._give_up is None:
             self._give_up = call_later(wait_s, self._suspend)
         if self._oversized is not None:
             self._oversized.cancel()
@@ -198,12 +198,8 @@ class Deployment:
         starting = (ReplicaLoad(name, starting=detail) for name, detail in self.starting.items())
         return replace(load, replicas=(*load.replicas, *starting))
 
-    @property
-    def _has_replicas(self) -> bool:
-        return bool(self.engine.load().replicas)
-
     def _announce_serving(self) -> None:
-        serving = any(replica.replica_id not in self._stalled for replica in self.engine.load().replicas)
+        serving = any(replica_id not in self._stalled for replica_id in self.engine.replicas)
         for listener in self._serving_listeners:
             listener(serving)
 
