@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.attention import naive_attention
 from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cpu.device import CpuDevice
@@ -52,7 +53,6 @@ def decode_step(positions: list[int]) -> PagedInput:
     "step", [prefill_step(100, 17, 64), decode_step([159, 100, 71])], ids=["prefill", "decode"]
 )
 def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: PagedInput, softcap: float) -> None:
-    """Foreign or null blocks behind the window do not change the result by a bit."""
     generator = torch.Generator().manual_seed(0)
     window = 40
     layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, window, torch.float32)
@@ -92,27 +92,6 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: PagedInput
     assert torch.equal(before[1], run(step)[1])
 
 
-def naive(
-    shape: AttentionParams,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Returns one token's attention [heads, size] over keys and values [tokens, kv_heads, size]."""
-    first = max(0, len(keys) - shape.window) if shape.window else 0
-    heads = []
-    for head in range(shape.num_heads):
-        shared = head // (shape.num_heads // shape.num_kv_heads)
-        scores = keys[first:, shared].double() @ query[head].double() * shape.scale
-        if shape.softcap:
-            scores = shape.softcap * torch.tanh(scores / shape.softcap)
-        weights = scores.exp()
-        total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
-        heads.append(weights / total @ values[first:, shared].double())
-    return torch.stack(heads).to(query.dtype)
-
-
 class Conversation:
     """A sequence for attention tests: a prompt in padded chunks, then decode steps with a padded row."""
 
@@ -144,17 +123,7 @@ class Conversation:
         """Returns the naive result for a step's real tokens."""
         before = len(self.keys)
         self.keys, self.values = torch.cat((self.keys, key[:count])), torch.cat((self.values, value[:count]))
-        rows = [
-            naive(
-                self.shape,
-                query[at],
-                self.keys[: before + at + 1],
-                self.values[: before + at + 1],
-                self.sinks,
-            )
-            for at in range(count)
-        ]
-        return torch.stack(rows)
+        return naive_attention(self.shape, query[:count], self.keys, self.values, before, self.sinks)
 
 
 KINDS = [(window, softcap, sinks) for window in (0, 40) for softcap in (0.0, 3.0) for sinks in (False, True)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.attention import naive_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.device import CpuDevice
@@ -45,11 +46,5 @@ def test_scores_fall_with_the_distance(device: Device, dtype: torch.dtype) -> No
         rows = slice(start, end)
         call = AttentionCall(PARAMS, queries[rows], keys[rows], values[rows], cache, output[rows])
         device.attend(call, device.plan(group, BLOCK, step))
-    for token in range(LENGTH):
-        for head, slope in enumerate(SLOPES):
-            of_head = head // (HEADS // KV_HEADS)
-            scores = keys[: token + 1, of_head].float() @ queries[token, head].float() * PARAMS.scale
-            scores -= slope * (token - torch.arange(token + 1))
-            wanted = scores.softmax(dim=0) @ values[: token + 1, of_head].float()
-            close = 1e-5 if dtype == torch.float32 else 2e-2
-            assert torch.allclose(output[token, head].float(), wanted, atol=close)
+    wanted = naive_attention(PARAMS, queries.float(), keys, values)
+    assert torch.allclose(output.float(), wanted, atol=1e-5 if dtype == torch.float32 else 2e-2)

@@ -12,6 +12,7 @@ import torch
 
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
+from tests.support.attention import naive_attention
 from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.layerless import POISON, Echo, PlainDevice
 from worker_svc.devices import open_device
@@ -20,7 +21,6 @@ from worker_svc.devices.base import Device
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.graphs.compilation import Compilation, graph_options
-from worker_svc.graphs.compile_cache import MANIFEST
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.phases import Phases
 from worker_svc.pooling import PoolRunner, pool_rows
@@ -71,13 +71,11 @@ def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -
     ],
 )
 def test_only_real_tokens_are_pooled(method: PoolingMethod, rows: list[list[float]]) -> None:
-    """Padding is NaN here and does not change any result."""
     outputs = run(make_runner(Echo(method), method=method), [5, 6, 7], [3, 5])
     assert [list(output.pooled) for output in outputs] == rows
 
 
 def test_a_request_overrides_the_models_normalization() -> None:
-    """Each row is scaled as its request asks, or else as the model does."""
     runner = make_runner(normalize=True)
     choices = (None, False, True)
     admit = [admission(slot, [3, 3, 3], normalize=choice) for slot, choice in enumerate(choices)]
@@ -87,7 +85,6 @@ def test_a_request_overrides_the_models_normalization() -> None:
 
 
 def test_a_row_that_is_not_finite_fails_alone() -> None:
-    """The other rows keep their results."""
     first, bad, last = run(make_runner(), [5], [POISON], [7])
     assert (list(first.pooled), list(last.pooled)) == ([5, 0], [7, 0])
     assert isinstance(bad.error, Internal)
@@ -102,7 +99,6 @@ def test_a_refused_admission_fails_alone() -> None:
 
 
 def test_slots_are_released_and_taken_again() -> None:
-    """One plan can release a slot and admit another request to it."""
     runner = make_runner()
     run(runner, [1], [2])
     plan = StepPlan(2, release=(0, 1), admit=[admission(0, [8])], work=Pool((0,), SHAPES[0]))
@@ -159,7 +155,6 @@ def test_eager_runs_the_models_code_in_every_step() -> None:
 
 
 def test_without_warm_up_the_first_step_makes_its_graph_late() -> None:
-    """The late graph is counted, and later steps of its shape find it."""
     model = Echo()
     runner = make_runner(model)
     runner.graphs.finish_warm_up(made_all=False)
@@ -194,7 +189,6 @@ class Lengthy(Echo):
     ],
 )
 def test_graphs_are_compared_on_longer_texts(shape: PoolShape, short: list[int], full: list[int]) -> None:
-    """A graph is made of texts of one token and compared on texts that fill the shape."""
     model, options = Lengthy(), GraphOptions(required=True)
     description = PoolingDescription("MEAN", 1, activates=False)
     runner = PoolRunner(model, open_device("cpu"), description, PoolShapeConfig((shape,)), options)
@@ -244,7 +238,6 @@ def test_steps_are_captured_where_the_device_captures() -> None:
     ],
 )
 def test_shapes_that_cannot_run_are_refused(shapes: PoolShapeConfig, text: str) -> None:
-    """The worker checks shapes itself."""
     with pytest.raises(ConfigurationRefused, match=text):
         shapes.check(longest_context=64)
 
@@ -291,18 +284,10 @@ def test_packed_texts_attend_as_each_would_alone(
 
 def check_text(call: AttentionCall, real: slice) -> None:
     """Compares the outputs of a text's tokens with naive attention over them alone."""
-    params, length = call.params, real.stop - real.start
     assert call.key is not None
     assert call.value is not None
-    for head in range(params.num_heads):
-        kv = head * params.num_kv_heads // params.num_heads
-        scores = call.query[real, head] @ call.key[real, kv].T * 0.3
-        for i in range(length):
-            for j in range(length):
-                if (params.causal and j > i) or (params.window and abs(i - j) >= params.window):
-                    scores[i, j] = -math.inf
-        expected = scores.softmax(-1) @ call.value[real, kv]
-        assert torch.allclose(call.output[real, head].float(), expected, atol=1e-6)
+    expected = naive_attention(call.params, call.query[real], call.key[real], call.value[real])
+    assert torch.allclose(call.output[real].float(), expected, atol=1e-6)
 
 
 def test_mean_of_half_precision_is_taken_in_full() -> None:
@@ -349,18 +334,17 @@ def make_engine(
     return Engine(model, device, DESCRIPTION, (), budget=budget, compilation=compilation, options=options)
 
 
-def test_sizes_of_a_generating_model_are_refused(folder: Path) -> None:
-    """The refusal names the architecture and what it needs instead."""
-    with pytest.raises(
-        ConfigurationRefused, match="EchoModel is a pooling model; configure it with pool_shapes"
-    ):
-        make_engine(Echo(), folder).check(ShapeConfig(8, 1, 8, 8, (1,)))
-
-
-def test_shapes_beyond_the_context_are_refused(folder: Path) -> None:
-    """The engine checks shapes against the model's context."""
-    with pytest.raises(ConfigurationRefused, match="1 to 8 tokens"):
-        make_engine(Echo(), folder).check(PoolShapeConfig((PoolShape(prompt_len=9, batch=1),)))
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (ShapeConfig(8, 1, 8, 8, (1,)), "EchoModel is a pooling model; configure it with pool_shapes"),
+        (PoolShapeConfig((PoolShape(prompt_len=9, batch=1),)), "1 to 8 tokens"),
+    ],
+    ids=["of a generating model", "beyond the context"],
+)
+def test_other_sizes_are_refused(sizes: ShapeConfig | PoolShapeConfig, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigurationRefused, match=message):
+        make_engine(Echo(), folder).check(sizes)
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
@@ -392,26 +376,7 @@ def test_graphs_that_an_earlier_start_compared_are_only_recorded(folder: Path) -
     assert runs_at_start(PoolShapeConfig(SMALL_SHAPES.pool_shapes[:1])) == 2
 
 
-@pytest.mark.slow
-def test_compiled_code_is_kept_and_found(folder: Path) -> None:
-    """The first start compiles each shape and keeps the code; the second finds it and compiles nothing."""
-    first = make_engine(Echo(), folder, level=2)
-    assert (first.num_compiled, first.code_folder) == (0, None)
-    first.start(SMALL_SHAPES, lambda: None, Phases(lambda *_: None))
-    assert first.num_compiled == len(SMALL_SHAPES.pool_shapes)
-    kept = first.code_folder
-    assert kept is not None
-    manifest = json.loads((kept / MANIFEST).read_text())
-    assert manifest["graphs"] == ["pooling of 1 row of 4 tokens", "pooling of 2 rows of 8 tokens"]
-    first.release()
-    assert (first.num_compiled, first.code_folder) == (0, None)
-    second = make_engine(Echo(), folder, level=2)
-    second.start(SMALL_SHAPES, lambda: None, Phases(lambda *_: None))
-    assert (second.num_compiled, second.code_folder) == (0, kept)
-
-
 def test_only_a_started_engine_executes(folder: Path) -> None:
-    """A refused start and a release both leave the engine without a runner."""
     engine = make_engine(Echo(), folder, refuse=True)
     with pytest.raises(ConfigurationRefused, match="too large"):
         engine.start(SMALL_SHAPES, lambda: None, Phases(lambda *_: None))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from protos.steps import GroupKind
+from tests.support.attention import naive_attention
 from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice
@@ -76,11 +77,12 @@ class Checker:
             plan,
         )
         for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
-            for token in range(count):
-                sequence.keys.append(key[row, token])
-                sequence.values.append(value[row, token])
-                expected = self._naive(query[row, token], sequence)
-                torch.testing.assert_close(output[row, token], expected, atol=1e-5, rtol=1e-5)
+            first = len(sequence.keys)
+            sequence.keys += key[row, :count]
+            sequence.values += value[row, :count]
+            keys, values = torch.stack(sequence.keys), torch.stack(sequence.values)
+            expected = naive_attention(self.params, query[row, :count], keys, values, first, self.sinks)
+            torch.testing.assert_close(output[row, :count], expected, atol=1e-5, rtol=1e-5)
             assert not output[row, count:].any()
             self.check_block(sequence)
         return output
@@ -92,19 +94,6 @@ class Checker:
         assert torch.equal(content[0, :held], torch.stack(sequence.keys[-held:]))
         assert torch.equal(content[1, :held], torch.stack(sequence.values[-held:]))
         assert not content[:, held:].any()
-
-    def _naive(self, query: torch.Tensor, sequence: History) -> torch.Tensor:
-        keys, values = (torch.stack(list_[-WINDOW:]) for list_ in (sequence.keys, sequence.values))
-        heads = []
-        for head in range(HEADS):
-            shared = head // (HEADS // KV_HEADS)
-            scores = keys[:, shared] @ query[head] * self.params.scale
-            if self.params.softcap:
-                scores = self.params.softcap * torch.tanh(scores / self.params.softcap)
-            weights = scores.exp()
-            total = weights.sum() + (0 if self.sinks is None else self.sinks[head].exp())
-            heads.append(weights / total @ values[:, shared])
-        return torch.stack(heads)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True), (2.0, True)])
@@ -192,7 +181,6 @@ def test_chunks_may_be_resumed_from_a_copy() -> None:
 
 
 def test_shapes_do_not_depend_on_lengths() -> None:
-    """A plan's shapes depend on the step and the window, so one graph serves all lengths."""
     shapes = set()
     for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
         plan = plain_attention.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from protos.errors import ConfigurationRefused
+from tests.support.attention import naive_attention
 from tests.support.foreign import Foreign, foreign_folders
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cpu import device as device_module
@@ -52,10 +53,10 @@ def test_a_product_with_packed_weights(
     _close(out, x.float() @ weights.float().t() + bias.float(), dtype=torch.bfloat16 if dtype != torch.float32 else dtype)  # fmt: skip
 
 
-def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
-    """A row of a product has the same bits alone and among others."""
-    x, packed = _random(128, 576), kernels.pack(_random(960, 576))
-    alone, together = torch.empty(1, 960).bfloat16(), torch.empty(128, 960).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, packed = torch.randn(128, 576).to(dtype), kernels.pack(torch.randn(960, 576).to(dtype))
+    alone, together = torch.empty(1, 960, dtype=dtype), torch.empty(128, 960, dtype=dtype)
     kernels.linear(x, packed, None, together)()
     for row in (0, 11, 64, 127):
         kernels.linear(x[row : row + 1], packed, None, alone)()
@@ -65,7 +66,6 @@ def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [64, 70, 576])
 def test_norms(kernels: Kernels, size: int, weight_dtype: torch.dtype) -> None:
-    """RMS norms, with and without a residual, match PyTorch."""
     weight = torch.randn(size).to(weight_dtype)
 
     def normalized(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,6 @@ def test_norms(kernels: Kernels, size: int, weight_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [8, 100, 1536])
 def test_gates(kernels: Kernels, size: int) -> None:
-    """Both gates match PyTorch, also for large inputs."""
     x = torch.cat([_random(9, size) * 20, _random(9, size)], dim=1)
     out = torch.empty(9, size).bfloat16()
     for how, function in (
@@ -98,7 +97,6 @@ def test_gates(kernels: Kernels, size: int) -> None:
 
 @pytest.mark.parametrize(("head", "rotated"), [(64, 64), (96, 24), (256, 256)])
 def test_rotary_positions(kernels: Kernels, head: int, rotated: int) -> None:
-    """Rotary positions match PyTorch, also if only a part of a head rotates."""
     tokens, heads, kv_heads, half = 11, 3, 1, rotated // 2
     turns, positions = _random(50, rotated), torch.randint(0, 50, (tokens,))
     both = _random(tokens, (heads + kv_heads) * head)
@@ -162,27 +160,10 @@ class _Sequences:
         starts = itertools.accumulate(counts, initial=0)
         for (row, begin, end), at in zip(spans, starts, strict=False):
             mine = slice(at, at + end - begin)
-            expected = self._reference(query[mine].float(), row, torch.arange(begin, end))
+            keys, values = self.keys[row][:end], self.values[row][:end]
+            expected = naive_attention(self.params, query[mine].float(), keys, values, begin, self.sinks)
             torch.testing.assert_close(out[mine].float(), expected, rtol=0, atol=2e-2)
         return out[:total]
-
-    def _reference(self, query: torch.Tensor, row: int, own: torch.Tensor) -> torch.Tensor:
-        params, last = self.params, int(own[-1]) + 1
-        group = params.num_heads // params.num_kv_heads
-        keys, values = (
-            each[row][:last].float().repeat_interleave(group, dim=1) for each in (self.keys, self.values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", query, keys) * params.scale
-        if params.softcap:
-            scores = params.softcap * torch.tanh(scores / params.softcap)
-        seen = torch.arange(last)
-        visible = seen <= own[:, None]
-        if params.window:
-            visible &= seen > own[:, None] - params.window
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, len(own), 1)], dim=-1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :last], values)
 
 
 _KINDS = [
@@ -216,7 +197,6 @@ def test_decoding_rows_of_all_lengths_attend(
 
 @pytest.mark.parametrize("kind", _KINDS, ids=str)
 def test_chunks_of_a_prompt_attend(kernels: Kernels, kind: tuple[int, int, int, int, float, bool]) -> None:
-    """A prompt's chunks, with padding, match PyTorch."""
     sequences = _Sequences(_params(kind), [300])
     ends = [1, 8, 136, 137, 265, 300]
     for start, end in itertools.pairwise([0, *ends]):
@@ -246,7 +226,6 @@ def test_attention_does_not_depend_on_the_partition(
 
 
 def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> None:
-    """A layer that reads another layer's cache leaves it unchanged."""
     params = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=False)
     cache = _random(2, 1, 2 * BLOCK, 64)
     before = cache.clone()
@@ -262,7 +241,6 @@ def test_a_layer_that_reads_anothers_cache_does_not_write(kernels: Kernels) -> N
 
 
 def test_joined_programs_run_in_order(kernels: Kernels) -> None:
-    """A joined program gives the result of its programs in order, in every run."""
     x, first, second = _random(5, 64), _random(64, 64) / 8, _random(64, 64) / 8
     middle, out = torch.empty(5, 64).bfloat16(), torch.empty(5, 64).bfloat16()
     one, two = kernels.linear(x, kernels.pack(first), None, middle), kernels.linear(middle, kernels.pack(second), None, out)  # fmt: skip
@@ -278,7 +256,6 @@ def test_joined_programs_run_in_order(kernels: Kernels) -> None:
 
 
 def test_adapters_run_beside_their_layers_product(kernels: Kernels) -> None:
-    """A product, the A matrices for the same inputs, and what follows have the same bits as one by one."""
     x, inputs, base, after, shrunk = (torch.zeros(9, 64).bfloat16() for _ in range(5))
     x.copy_(_random(9, 64))
     weights = [kernels.pack(_random(64, 64) / 8) for _ in range(3)]
@@ -303,7 +280,6 @@ def test_adapters_run_beside_their_layers_product(kernels: Kernels) -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
-    """A product has the same bits for any number of threads."""
     x, weights = _random(40, 576), kernels.pack(_random(960, 576))
     results = []
     before = torch.get_num_threads()
@@ -319,7 +295,6 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
 
 
 def test_a_device_fuses_consecutive_own_kernels() -> None:
-    """Our own consecutive kernels become one program; others stay between them."""
     device = CpuDevice()
     try:
         kernels = Kernels(build.library())
@@ -336,7 +311,6 @@ def test_a_device_fuses_consecutive_own_kernels() -> None:
 
 
 def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several processes may compile at once, and the file is always complete."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1\necho made > "$2"\n')
     compiler.chmod(0o755)
@@ -412,7 +386,6 @@ def test_the_command_says_why_it_compiled_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", build._NEEDED)
 def test_other_processors_get_the_wheels_kernels(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors without one of the instructions use the kernels of vLLM's wheel."""
     monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(build._NEEDED) - {missing})
     with pytest.raises(build.KernelsUnavailable, match=f"the processor has no {missing}$"):
         build.library()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.support.attention import naive_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.cpu.kernels import ops
@@ -43,16 +44,6 @@ def test_a_product_with_packed_weights(
     _close(out, x @ weights.t() + (bias if has_bias else 0))
 
 
-def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
-    """A row of a product has the same bits alone and among others."""
-    x, packed = torch.randn(128, 384), kernels.pack(torch.randn(960, 384))
-    alone, together = torch.empty(1, 960), torch.empty(128, 960)
-    kernels.linear(x, packed, None, together)()
-    for row in (0, 11, 64, 127):
-        kernels.linear(x[row : row + 1], packed, None, alone)()
-        assert torch.equal(alone[0], together[row])
-
-
 @pytest.mark.parametrize("size", [1, 64, 70, 384])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -83,7 +74,6 @@ def test_gelu(kernels: Kernels) -> None:
 
 
 def test_gelu_in_bfloat16(kernels: Kernels) -> None:
-    """The result is the rounded one of float32."""
     x = torch.linspace(-12, 12, 4_001).bfloat16()
     out, wide = torch.empty_like(x), torch.empty(4_001)
     kernels.gelu(x, out)()
@@ -94,9 +84,11 @@ def test_gelu_in_bfloat16(kernels: Kernels) -> None:
 @pytest.mark.parametrize("count", [1, 16, 100_003])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int, dtype: torch.dtype) -> None:
-    """A graph replaces PyTorch's sum, so the result must be the same."""
+    del kernels  # skips where there are none
     x, y, out = torch.randn(count).to(dtype), torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
-    kernels.add(x, y, out)()
+    program = ops.lower(torch.ops.aten.add.Tensor, (x, y), out)
+    assert isinstance(program, Program)
+    program()
     assert torch.equal(out, x + y)
 
 
@@ -111,7 +103,6 @@ def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int, dtype: tor
     ],
 )
 def test_other_sums_stay_pytorchs(args: tuple[object, ...], result: torch.Tensor) -> None:
-    """Sums that are broadcast, not contiguous or of other types have no program."""
     assert ops.lower(torch.ops.aten.add.Tensor, args, result) is None
 
 
@@ -152,20 +143,11 @@ def _call(
 
 def _naive(call: AttentionCall, places: Iterator[tuple[int, int]]) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yields each text's tokens and their outputs, head by head."""
-    params = call.params
     assert call.key is not None
     assert call.value is not None
     for start, length in places:
         real = slice(start, start + length)
-        group = params.num_heads // params.num_kv_heads
-        key, value = (each[real].float().repeat_interleave(group, dim=1) for each in (call.key, call.value))
-        scores = torch.einsum("qhd,khd->hqk", call.query[real].float(), key) * params.scale
-        behind = torch.arange(length)[:, None] - torch.arange(length)
-        hidden = (behind < 0) & params.causal
-        if params.window:
-            hidden |= behind.abs() >= params.window
-        scores.masked_fill_(hidden, -math.inf)
-        yield real, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        yield real, naive_attention(call.params, call.query[real].float(), call.key[real], call.value[real])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
@@ -182,7 +164,6 @@ def test_texts_attend_to_themselves(
     row_len: int | None,
     dtype: torch.dtype,
 ) -> None:
-    """Texts that follow one another, or have a row each, attend as each would alone."""
     lengths = torch.tensor(LENGTHS)
     total = int(lengths.sum())
     tokens = total + 9 if row_len is None else row_len * len(LENGTHS)
@@ -226,16 +207,6 @@ def test_a_score_that_is_not_finite_shows_in_the_result(kernels: Kernels, bad: f
     broken = call.output.isnan().any(-1)
     assert broken[4:7, 1].all()
     assert int(broken.sum()) == 3
-
-
-def test_a_sum_of_a_graph_has_a_program(kernels: Kernels) -> None:
-    """Sums of contiguous tensors join the program around them."""
-    del kernels  # skips where there are none
-    x, y, out = torch.randn(3, 5), torch.randn(3, 5), torch.empty(3, 5)
-    program = ops.lower(torch.ops.aten.add.Tensor, (x, y), out)
-    assert isinstance(program, Program)
-    program()
-    assert torch.equal(out, x + y)
 
 
 def test_a_device_attends_with_our_kernels_or_without() -> None:
