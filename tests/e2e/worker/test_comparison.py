@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protos.errors import ConfigurationRefused
-from tests.support import quantized_models, tiny_models
+from tests.support import tiny_models
 from tests.support.zoo import families
 from worker_svc.devices import open_device
-from worker_svc.quantized.codes import Scheme
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
@@ -103,64 +102,6 @@ def test_every_tensor_is_needed_in_its_shape(family: str, tmp_path: Path) -> Non
         shutil.rmtree(tmp_path / f"{number}-missing")
 
 
-@pytest.mark.parametrize(
-    ("config", "parts"),
-    [
-        ({"intermediate_size": 96}, ("mlp.down_proj.weight is [64, 128]", "[64, 96]")),
-        ({"intermediate_size": 160}, ("mlp.down_proj.weight is [64, 128]", "[64, 160]")),
-        ({"vocab_size": 250}, ("lm_head.weight is [256, 64]", "[250, 64]")),
-        ({"vocab_size": 300}, ("lm_head.weight is [256, 64]", "[300, 64]")),
-        ({"num_key_value_heads": 1}, ("self_attn.k_proj.weight is [64, 64]", "[32, 64]")),
-        ({"num_key_value_heads": 4}, ("self_attn.k_proj.weight is [64, 64]", "[128, 64]")),
-        ({"num_attention_heads": 8}, ("self_attn.o_proj.weight is [64, 128]", "[64, 256]")),
-        ({"hidden_size": 128}, ("lm_head.weight is [256, 64]", "[256, 128]")),
-        ({"head_dim": 16}, ("self_attn.k_proj.weight is [64, 64]", "[32, 64]")),
-        ({"num_hidden_layers": 1}, ("layers that config.json does not describe", "model.layers.1.")),
-        ({"num_hidden_layers": 3}, ("the weights lack", "model.layers.2.self_attn.q_proj.weight")),
-        ({"attention_bias": True}, ("the weights lack")),
-    ],
-)  # fmt: skip
-def test_a_contradicting_configuration_is_refused(
-    llama: Path, tmp_path: Path, config: Mapping[str, Any], parts: tuple[str, str]
-) -> None:
-    """The refusal has the tensor and both shapes, or the missing tensor."""
-    text = refusal(changed(llama, tmp_path / "model", **config))
-    assert all(part in text for part in parts), text
-
-
-@pytest.mark.parametrize(
-    ("config", "part"),
-    [
-        ({"num_attention_heads": 3}, "(64) is not a multiple of the number of attention heads (3)"),
-        ({"num_key_value_heads": 3}, "num_heads (4) is not divisible by num_kv_heads (3)"),
-        ({"num_key_value_heads": 0}, "config.json has a value that vLLM does not take"),
-        ({"vocab_size": "256"}, "Field 'vocab_size' expected int, got str"),
-        ({"intermediate_size": None}, "Field 'intermediate_size' expected int, got NoneType"),
-        ({"max_position_embeddings": 0}, "max_model_len must be a positive integer"),
-    ],
-)
-def test_an_impossible_configuration_is_refused(
-    llama: Path, tmp_path: Path, config: Mapping[str, Any], part: str
-) -> None:
-    """Head counts that do not divide, zeros and values of another type, each in one line."""
-    text = refusal(changed(llama, tmp_path / "model", **config))
-    assert text.startswith(f"cannot serve {tmp_path / 'model'}: ")
-    assert part in text
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
-def test_integers_are_no_weights(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Codes without their quantization would be read as numbers; other floating-point types are converted."""
-    name = "model.layers.1.mlp.down_proj.weight"
-
-    def as_type(kind: torch.dtype) -> Callable[[Tensors], Tensors]:
-        return lambda tensors: {**tensors, name: tensors[name].to(kind)}
-
-    kind = str(dtype).removeprefix("torch.")
-    assert f"tensor {name} holds {kind}" in refusal(changed(llama, tmp_path / "integers", as_type(dtype)))
-    open_model(changed(llama, tmp_path / "floats", as_type(torch.float64)))
-
-
 def test_a_head_needs_its_bias(tmp_path: Path) -> None:
     """Where vLLM runs the model of transformers, the bias is named, too."""
     source = write("phi", tmp_path / "whole")
@@ -168,25 +109,7 @@ def test_a_head_needs_its_bias(tmp_path: Path) -> None:
     assert "the weights lack lm_head.bias" in text
 
 
-@pytest.mark.parametrize("stored", ["compressed-tensors", "gptq", "awq"])
-def test_quantized_layers_are_compared(llama: Path, tmp_path: Path, stored: quantized_models.Stored) -> None:
-    """All tensors of a layer, codes, scales, or codes of another width: each is refused by name."""
-    source = quantized_models.write(llama, tmp_path / "whole", stored, Scheme(4, 32))
-    open_model(source)
-    layer = "model.layers.1.mlp.down_proj"
-    codes = "weight_packed" if stored == "compressed-tensors" else "qweight"
-    scales = "weight_scale" if stored == "compressed-tensors" else "scales"
-    for number, names in enumerate(((f"{layer}.",), (f"{layer}.{codes}",), (f"{layer}.{scales}",))):
-        assert layer in refusal(changed(source, tmp_path / f"missing-{number}", without(*names)))
-
-    def twice(tensors: Tensors) -> Tensors:
-        return {**tensors, f"{layer}.{codes}": tensors[f"{layer}.{codes}"].repeat(1, 2)}
-
-    assert layer in refusal(changed(source, tmp_path / "twice", twice))
-
-
 def test_ranks_compare_the_whole_checkpoint(llama: Path, tmp_path: Path) -> None:
-    """A rank refuses tensors that only other ranks would read."""
     folder = changed(llama, tmp_path / "model", without("model.layers.1.mlp.down_proj.weight"))
     for layout in (RankLayout(1, tensor=2), RankLayout(0, pipeline=2)):
         assert "the weights lack model.layers.1.mlp.down_proj.weight" in refusal(folder, layout)
@@ -211,31 +134,6 @@ def test_extra_weights_are_ignored(llama: Path, tmp_path: Path, capsys: pytest.C
     assert all(
         name in line for name in ("adapter_model.safetensors", "'scale'", "value_head.bias", "num_tensors=")
     )
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.o_proj.weight_scale", "model.layers.0.self_attn.o_proj.weight.absmax",
-        "model.layers.0.self_attn.q_norm.weight", "lm_head.weight_scale",
-        "model.layers.0.self_attn.q_proj.lora_A.weight",
-    ],
-)  # fmt: skip
-def test_unknown_tensors_of_known_layers_are_refused(llama: Path, tmp_path: Path, name: str) -> None:
-    """Scales, norms and biases change what a layer computes."""
-    folder = changed(llama, tmp_path / "model", lambda tensors: {**tensors, name: torch.ones(2)})
-    assert name in refusal(folder)
-
-
-def test_renamed_weights_are_refused(llama: Path, tmp_path: Path) -> None:
-    """Unknown tensors are named where others are missing."""
-    folder = changed(
-        llama, tmp_path / "model",
-        lambda tensors: {name.replace("self_attn", "attention"): tensor for name, tensor in tensors.items()},
-    )  # fmt: skip
-    text = refusal(folder)
-    assert "the weights lack model.layers.0.self_attn.q_proj.weight" in text
-    assert "but unknown model.layers.0.attention" in text
 
 
 def test_a_loader_that_does_not_fit_its_own_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -64,19 +64,10 @@ def references(base: Path, source: Path) -> dict[str, Reference]:
     return {name: Reference(_stored(base, source, "float", name), torch.float32) for name in SCHEMES}
 
 
-@pytest.mark.parametrize(
-    ("stored", "scheme"),
-    [
-        ("compressed-tensors", "w4"),
-        ("gptq", "w8"),
-        pytest.param("gptq", "w4", marks=pytest.mark.slow),
-        pytest.param("awq", "w4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("stored", "scheme"), [("compressed-tensors", "w4"), ("gptq", "w8")])
 def test_formats_equal_dequantized_weights(
     base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]], stored: Stored, scheme: str
 ) -> None:  # fmt: skip
-    """In float32, each format gives what transformers gives with the dequantized weights."""
     folder = _stored(base, source, stored, scheme)
     answers = parity_process.run(Job(str(folder), prompts, backend="compiled"))
     assert differences(references[scheme], prompts, answers) == []
@@ -315,7 +306,6 @@ def test_what_is_not_served_is_refused(base: Path, source: Path) -> None:
 
 
 def test_groups_that_ranks_would_split_are_refused() -> None:
-    """A rank's part of a layer must hold whole groups."""
     from worker_svc.devices import open_device
     from worker_svc.vllm_adapter.layers.quantized_linear import QuantizedLinearMethod
 

@@ -28,7 +28,8 @@ _NOTES = """## Notes
   models. NPU kernels take keys and values, so an NPU expands them and needs more KV memory. Quantized weights are
   refused with latent attention, and so is sparse attention (DeepSeek-V3.2).
 - **gpt-oss.** Checkpoints in MXFP4 are dequantized while they are read, and take the memory of bfloat16: about 42 GB for
-  gpt-oss-20b. `tests/e2e/zoo/test_mxfp4.py` compares them with transformers. MXFP4 of other architectures is refused.
+  gpt-oss-20b. `tests/e2e/worker/test_checkpoint_cases.py` compares them with transformers. MXFP4 of other architectures
+  is refused.
 - **Llama 4** attends within chunks of 8,192 tokens in most layers. A context of one chunk is served, where this is full
   attention; `--max-model-len` above it is refused.
 - **Phi-3 with long contexts** uses the long rotary factors if `--max-model-len` lets it, as vLLM does: the model's own

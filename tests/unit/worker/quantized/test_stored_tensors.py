@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protos.errors import ConfigurationRefused
 from tests.support import quantized_models
 from worker_svc.quantized import codes
 from worker_svc.quantized.checkpoint_config import read
@@ -67,42 +66,3 @@ def test_packing_is_reversible(bits: Bits) -> None:
     packed = codes.pack(given, bits)
     assert torch.equal(packed, quantized_models.words(given, bits))
     assert torch.equal(codes.unpack(packed, bits), given)
-
-
-MIDDLE = (
-    "has zero points other than the middle of the range, which are not served; choose a symmetric checkpoint"
-)
-ORDER = (torch.arange(128) // 64).index_fill(0, torch.tensor([3]), 1)
-
-
-@pytest.mark.parametrize(
-    ("stored", "name", "change", "text"),
-    [
-        ("gptq", f"{LAYER}.qzeros", 16, MIDDLE), ("awq", f"{LAYER}.qzeros", 16, MIDDLE),
-        ("gptq", f"{LAYER}.g_idx", ORDER, "orders groups by activations, which is not served; choose a checkpoint without g_idx"),
-        ("compressed-tensors", f"{LAYER}.weight_zero_point", torch.ones(3), "has zero points, which are not served"),
-        ("compressed-tensors", "lm_head.weight_packed", torch.zeros(3), "is quantized, but quantization_config does not name its"),
-    ],
-)  # fmt: skip
-def test_zero_points_and_orders_are_refused(
-    source: Path, stored: quantized_models.Stored, name: str, change: torch.Tensor | int, text: str
-) -> None:
-    """A single zero point off the middle, or one input in another group, is found."""
-    quantization = read(quantized_models.write(source, source / "stored", stored, Scheme(4, 64)))
-    assert quantization is not None
-    stored_tensors = load_file(source / "stored" / "model.safetensors")
-    if isinstance(change, int):
-        tensor = stored_tensors[name]
-        tensor[1, 2] += change
-    else:
-        tensor = change
-    layers = StoredLayers(quantization)
-
-    def check() -> None:
-        for each in {**stored_tensors, name: tensor}.items():
-            layers.take(*each)
-        layers.finish()
-
-    with pytest.raises(ConfigurationRefused) as refused:
-        check()
-    assert f"{name} {text}" in refused.value.message
