@@ -27,7 +27,6 @@ def printed(*ranks: subprocess.Popen[str]) -> list[str]:
 
 
 def test_a_rank_that_waits_alone_gives_up() -> None:
-    """It says at once what it waits for, and after the limit that the other rank has not come."""
     (port,) = free_ports(1)
     output, _ = start(0, port, {}, join_s=1).communicate(timeout=60)
     assert "joining" in output
@@ -65,7 +64,6 @@ def test_ranks_with_other_facts_are_all_refused() -> None:
 
 @pytest.mark.slow
 def test_ranks_with_equal_facts_join() -> None:
-    """The order of facts does not matter."""
     (port,) = free_ports(1)
     assert (
         printed(start(0, port, {"a": "1", "b": "2"}), start(1, port, {"b": "2", "a": "1"})) == ["joined"] * 2

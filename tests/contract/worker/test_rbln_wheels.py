@@ -118,13 +118,11 @@ def test_cache_layouts_are_ours(wheel: Wheel) -> None:
 
 
 def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
-    """The device accepts the head sizes that the plugin's kernels accept."""
     sizes = ast.literal_eval(wheel.returned(BACKEND, "get_supported_head_sizes"))
     assert tuple(sizes) == _HEAD_SIZES
 
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
-    """An existing deployment's environment keeps its meaning."""
     from protos.service.settings import reference_variables
     from worker_svc.settings import Settings
 
@@ -245,7 +243,6 @@ def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace:
 
 
 def test_the_triton_operators_are_declared_by_the_modules_that_a_worker_imports(wheel: Wheel) -> None:
-    """Importing them declares every Triton operator that the device calls."""
     declared = {
         node.value.partition("::")[2]
         for name in TRITON_MODULES

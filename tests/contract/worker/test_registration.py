@@ -47,7 +47,6 @@ async def test_a_worker_registers_again_after_its_steps_failed() -> None:
 
 
 async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None:
-    """A refusal that a retry cannot fix ends the worker."""
     async with run_scheduler(Settings(block_size=6)) as scheduler, run_worker(FakeWorker()) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         with pytest.raises(
@@ -57,7 +56,6 @@ async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None
 
 
 async def test_a_worker_registers_through_unix_sockets(tmp_path: Path) -> None:
-    """The scheduler dials back through the worker's socket, not through its port."""
     paths = tmp_path / "the scheduler.sock", tmp_path / "the worker.sock"
     async with (
         run_scheduler(Settings(socket=paths[0])) as scheduler,
@@ -99,7 +97,6 @@ async def test_a_fault_of_every_configuration_ends_the_worker() -> None:
 
 
 async def test_another_service_is_no_scheduler() -> None:
-    """A worker ends if the address is that of a service without a registry."""
     async with run_worker(FakeWorker()) as port:
         with pytest.raises(ConfigurationRefused, match="refuses this worker"):
             await stay_registered(f"127.0.0.1:{port}", worker_id="w", host="", port=port)
@@ -135,5 +132,4 @@ async def test_a_worker_that_leaves_registers_no_more() -> None:
 
 
 async def test_a_worker_may_leave_without_a_scheduler() -> None:
-    """It ends all the same."""
     await leave(f"127.0.0.1:{free_port()}", worker_id="w")

@@ -170,7 +170,6 @@ class Loading:
 
 
 async def test_an_adapter_of_another_base_is_served_with_one_warning(stub: Any, worker: FakeWorker) -> None:
-    """The weights may be the same under another name, so nothing is refused."""
     vars(worker).update(adapters=Loading())
     with capture_logs() as logs:
         for name in ("org/m", "/models/M", "org/other", "org/other"):
@@ -180,16 +179,6 @@ async def test_an_adapter_of_another_base_is_served_with_one_warning(stub: Any, 
     (warning,) = (line for line in logs if line["log_level"] == "warning")
     assert warning["event"] == "adapter_of_another_base"
     assert (warning["base_model"], warning["model"]) == ("org/other", "m")
-
-
-async def test_a_configuration_streams_progress_and_its_result(stub: Any) -> None:
-    """Progress events come first, the result last."""
-    progress, ready = await configure(stub)
-    assert (progress.progress.phase, progress.progress.done, progress.progress.message) == (
-        worker_pb2.ConfigureProgress.PHASE_LOAD, 1, "a file"
-    )  # fmt: skip
-    assert list(ready.ready.num_blocks) == [5]
-    assert dict(ready.ready.phase_seconds) == {"load": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +236,6 @@ async def test_another_configuration_waits_for_the_end_of_the_stream(stub: Any, 
 
 
 async def test_grammars_are_refused_by_models_without_them(stub: Any) -> None:
-    """The refusal names the parameter."""
     structured = common_pb2.StructuredOutput(regex="a+")
     refused = await refusal(
         stub.CompileGrammar(worker_pb2.CompileGrammarRequest(structured_output=structured))

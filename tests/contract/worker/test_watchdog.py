@@ -133,7 +133,6 @@ async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() ->
 
 @pytest.mark.slow
 async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:
-    """No Python code can run, and the process ends nevertheless."""
     async with started("native", "--hang-timeout-s", "0.5", "--configure-hang-timeout-s", "0.5") as worker:
         _ = await worker.step()
         code, log = await worker.end()
@@ -142,7 +141,6 @@ async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:
 
 
 async def test_a_hung_configuration_ends_the_process() -> None:
-    """A configuration has a limit of its own."""
     async with started("configuration", "--configure-hang-timeout-s", "0.5") as worker:
         call = worker.stub.Configure(SIZES)
         code, log = await worker.end()
@@ -227,7 +225,6 @@ def end_of(*flags: str, **variables: str) -> tuple[str, float]:
 
 
 def test_the_reason_waits_for_no_scheduler(tmp_path: Path) -> None:
-    """The scheduler accepts connections, and is silent otherwise."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         line, took_s = end_of(f"--model={tmp_path}/missing", f"--scheduler-address={address}")
@@ -237,7 +234,6 @@ def test_the_reason_waits_for_no_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_broken_package_is_one_line(tmp_path: Path) -> None:
-    """Here vLLM, whose library is missing."""
     model = tiny_models.write("llama", tmp_path / "model")
     package = tmp_path / "packages" / "vllm"
     package.mkdir(parents=True)

@@ -89,7 +89,6 @@ def test_adapters_for_other_layers(moe: Path, path: str, text: str) -> None:
     ],
 )  # fmt: skip
 def test_layers_that_take_no_adapters(latent: Path, path: str, text: str) -> None:
-    """The model has such a layer, so the adapter need not be another model's."""
     adapted = load(latent, "float32", lora=LIMITS).adapted
     assert adapted is not None
     with pytest.raises(InvalidArgument, match=f"adapts model.layers.0.self_attn.{path}, {text}"):
@@ -97,7 +96,6 @@ def test_layers_that_take_no_adapters(latent: Path, path: str, text: str) -> Non
 
 
 def test_parts_and_whole_layers_fit(moe: Path) -> None:
-    """A fused layer takes matrices for its parts; matrices for all of it are cut into parts."""
     adapted = load(moe, "float32", lora=LIMITS).adapted
     assert adapted is not None
     (matrices,) = adapted.fit(_checkpoint("model.layers.0.self_attn.k_proj", 32)).values()
@@ -110,7 +108,6 @@ def test_parts_and_whole_layers_fit(moe: Path) -> None:
 
 @pytest.mark.parametrize(("config", "named"), CASES)
 def test_targets_are_read_as_peft_reads_them(config: dict[str, Any], named: tuple[str, ...]) -> None:
-    """Those are the layers that a complete adapter has."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -212,7 +209,6 @@ def test_targets_where_vllm_renames_a_prefix(
 
 @pytest.mark.parametrize("target", ["q_a_proj", "lm_head"])
 def test_a_target_that_takes_no_adapters_is_not_forgotten(latent: Path, target: str) -> None:
-    """An adapter that targets such a layer and has no matrices of it lacks something."""
     adapted = load(latent, "float32", lora=LIMITS).adapted
     assert adapted is not None
     checkpoint = _checkpoint("model.layers.0.self_attn.o_proj", 128, 96)
@@ -240,7 +236,6 @@ def test_our_kernels_run_bfloat16(tmp_path: Path, backend: Backend) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.001), ("bfloat16", 0.2)])
 def test_quantized_models_take_adapters(tmp_path: Path, dtype: Dtype, tolerance: float) -> None:
-    """Adapters of a quantized model add to its products what they add to the dequantized model's."""
     base = tiny_models.write("llama", tmp_path / "model")
     folder = quantized_models.write(base, tmp_path / "w4", "compressed-tensors", W4)
     plain = quantized_models.write(base, tmp_path / "float", "float", W4)
@@ -286,7 +281,6 @@ def test_the_setting_gives_the_type(llama: Path) -> None:
 
 @pytest.mark.parametrize(("lora_dtype", "fits"), [("float16", False), ("bfloat16", True), ("auto", True)])
 def test_matrices_that_exceed_their_type(llama: Path, lora_dtype: Dtype, fits: bool) -> None:
-    """They are refused, with the setting that gives them a wider one."""
     adapted = load(llama, "float32", lora=replace(LIMITS, dtype=lora_dtype)).adapted
     assert adapted is not None
     path = "model.layers.0.self_attn.q_proj"

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from protos.errors import Unavailable
-from protos.steps import Decode, Prefill
+from protos.steps import Prefill
 from tests.support import tiny_models
 from tests.support.worker.harness import Harness, load, tokens_of
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
 from worker_svc.lora.checkpoint import LoraLimits
-from worker_svc.model_files import loader
 from worker_svc.settings import Backend
 
 pytestmark = [
@@ -75,11 +74,6 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> _Model:
     return _Model(tiny_models.write("qwen3", base / "model"), base)
 
 
-@pytest.fixture(scope="module")
-def smollm(tmp_path_factory: pytest.TempPathFactory) -> _Model:
-    return _Model(loader.fetch("smollm2"), tmp_path_factory.mktemp("smollm2"))
-
-
 def _id(adapter: str | None) -> int:
     return 0 if adapter is None else IDS[adapter]
 
@@ -111,15 +105,6 @@ def test_a_mixed_batch_equals_peft(qwen: _Model, backend: Backend) -> None:
     qwen.check((None,) * len(MIX), base)
     assert sum(one != other for one, other in zip(tokens, base, strict=True)) == len(MIX) - 1
     assert harness.runner.graphs.num_late == 0
-
-
-@pytest.mark.slow
-def test_smollm_equals_peft(smollm: _Model) -> None:
-    """The same for SmolLM2, each adapter alone and all of them mixed."""
-    harness = smollm.harness()
-    for adapters in ((name,) for name in SPECS):
-        smollm.check(adapters, _generate(harness, smollm, adapters, 16))
-    smollm.check(MIX, _generate(harness, smollm, MIX, 16))
 
 
 def test_after_preemption_and_replay(qwen: _Model) -> None:
@@ -161,17 +146,3 @@ def test_after_unload_and_reload(qwen: _Model) -> None:
     harness.release([0])
     harness.load_adapter(IDS["all"], qwen.adapters["all"])
     qwen.check(("all",), _generate(harness, qwen, ("all",), 6))
-
-
-def test_decode_steps_keep_their_adapters(qwen: _Model) -> None:
-    """They run with the rows' adapters, and a batch without them runs the graph without them."""
-    harness = qwen.harness()
-    harness.prefill(0, qwen.prompts[0], adapter_id=1)
-    harness.prefill(1, qwen.prompts[3])
-    assert harness.runner._batch.has_adapters([0, 1])
-    assert not harness.runner._batch.has_adapters([1])
-    plan = Decode([1], 1)
-    alone = harness.runner._steps.decode_step(1, adapters=False)
-    adapted = harness.runner._steps.decode_step(1, adapters=True)
-    assert alone is not adapted
-    assert harness.run(work=plan)[0].token_ids

@@ -33,7 +33,6 @@ def dot(a: list[float], b: list[float]) -> float:
 
 
 def test_similar_sentences_have_similar_embeddings(minilm: Stack) -> None:
-    """Sentences with similar meanings are closer than others, and all embeddings have length 1."""
     with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
         answer = client.embeddings.create(model="minilm", input=TEXTS)
     cat, kitten, market = (entry.embedding for entry in answer.data)

@@ -17,6 +17,7 @@ from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import Program
 from worker_svc.graphs.replay import KernelGraph
 from worker_svc.pooling import PoolRunner
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes import PoolingDescription
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -143,7 +144,6 @@ def test_a_model_that_generates_becomes_a_reranker(tmp_path: Path) -> None:
 def test_matryoshka_models_are_recognized(
     config: dict[str, Any], dimensions: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
-    """By what their config.json says."""
     tiny_embedders.write("causal", tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | config))
@@ -153,7 +153,6 @@ def test_matryoshka_models_are_recognized(
 
 
 def test_an_embedding_model_gives_vectors_of_tokens(tmp_path: Path) -> None:
-    """With --pooling-task token_embed, each token has the vector that transformers gives it, projected."""
     from transformers import BertModel
 
     tiny_embedders.write("mean", tmp_path)
@@ -185,3 +184,9 @@ def test_a_task_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
         match=r"\(RobertaForSequenceClassification\) is for classify, token_classify, not for embed",
     ):
         load_model(tmp_path, "embed")
+
+
+def test_several_ranks_are_refused(tmp_path: Path) -> None:
+    tiny_embedders.write("causal", tmp_path)
+    with pytest.raises(ConfigurationRefused, match="pooling models run on one rank; use --workers for more"):
+        VllmModel(tmp_path, open_device("cpu"), dtype="auto", seed=0, layout=RankLayout(0, 2))

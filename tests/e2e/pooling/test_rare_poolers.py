@@ -58,7 +58,6 @@ def bert() -> Any:
 
 
 def test_colbert_gives_a_projected_vector_for_each_token(tmp_path: Path) -> None:
-    """Its folder names the dimension; vectors have length 1."""
     model, projection = bert(), torch.randn(16, 48)
     save(model, tmp_path, "bert", {"linear.weight": projection}, architectures=["HF_ColBERT"], dim=16)
     check_colbert(tmp_path, model, projection, PoolingDescription("ALL", 16, "token_embed", token_types=True))
@@ -109,7 +108,6 @@ def check_colbert(
 
 
 def test_colbert_without_its_dimension_is_refused(tmp_path: Path) -> None:
-    """The refusal says what to add; without it, vectors would not be projected."""
     more = {"linear.weight": torch.randn(16, 48)}
     save(bert(), tmp_path, "bert", more, architectures=["HF_ColBERT"])
     with pytest.raises(
@@ -119,7 +117,6 @@ def test_colbert_without_its_dimension_is_refused(tmp_path: Path) -> None:
 
 
 def test_colbert_with_another_dimension_is_refused(tmp_path: Path) -> None:
-    """The first graph finds that the weights are of another size."""
     more = {"linear.weight": torch.randn(16, 48)}
     save(bert(), tmp_path, "bert", more, architectures=["HF_ColBERT"], dim=24)
     with pytest.raises(ConfigurationRefused, match=r"project tokens to 16 values, but config\.json names 24"):
@@ -152,7 +149,6 @@ def test_a_reward_model_scores_each_token(tmp_path: Path) -> None:
 
 
 def test_a_process_reward_model_is_refused(tmp_path: Path) -> None:
-    """It pools by steps."""
     reward_model(tmp_path, "Qwen2ForProcessRewardModel")
     with pytest.raises(ConfigurationRefused, match=r"pools by StepPool, which is not served yet"):
         load_model(tmp_path)
@@ -172,7 +168,6 @@ def test_sparse_vectors_are_refused(tmp_path: Path, tied: bool) -> None:
 
 
 def test_a_masked_language_model_is_refused(tmp_path: Path) -> None:
-    """Its tokens have a value for each word of the vocabulary."""
     torch.manual_seed(0)
     BertForMaskedLM(BertConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationRefused, match="has a value for each word of its vocabulary"):

@@ -68,7 +68,6 @@ def test_scores_equal_those_of_transformers(stack: Stack, expected: list[float])
 
 
 def test_documents_are_sorted(stack: Stack, expected: list[float]) -> None:
-    """By the same scores."""
     results = post(stack, "/rerank", query=QUERY, documents=DOCUMENTS)["results"]
     order = sorted(range(3), key=lambda index: -expected[index])
     assert [one["index"] for one in results] == order

@@ -31,6 +31,7 @@ SENTENCES = [
     "?",
     "Ünïcödé wörds, and 日本語 as well",
     "a cat sleeps while the quick brown fox jumps over seven lazy dogs",
+    "while seven wise owls read long books about rivers and stars, " * 8,
 ]
 # A word of the tiny models' tokenizers is a token.
 WORDS = ["w9 w30", "w5 w6 w7", "w41", "w12 w13 w14 w15 w16 w17 w18 w19 w20"]
@@ -50,11 +51,11 @@ def write_tokenizer(folder: Path, *special: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def pooled(folder: Path, inputs: Sequence[PoolInput]) -> torch.Tensor:
+def pooled(folder: Path, inputs: Sequence[PoolInput], shape: PoolShape = SHAPE) -> torch.Tensor:
     """Returns what our worker makes of inputs, [inputs, values]."""
-    runner = make_runner(load_model(folder), SHAPE)
+    runner = make_runner(load_model(folder), shape)
     second = [each.second_text_at for each in inputs]
-    return torch.stack(pool(runner, SHAPE, [each.token_ids for each in inputs], second=second))
+    return torch.stack(pool(runner, shape, [each.token_ids for each in inputs], second=second))
 
 
 def encoder_of(folder: Path) -> Any:
@@ -69,10 +70,10 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def test_minilm() -> None:
-    """Embeddings, and the cosines of all pairs."""
     folder = fetch("minilm")
     tokenizer = TextCodec.load(folder).tokenizer
-    found = pooled(folder, [encode_text(tokenizer, text, Cuts()) for text in SENTENCES])
+    inputs = [encode_text(tokenizer, text, Cuts()) for text in SENTENCES]
+    found = pooled(folder, inputs, PoolShape(256, len(inputs)))
     wanted = encoder_of(folder).encode(SENTENCES, convert_to_tensor=True)
     assert_close(found, wanted)
     from sentence_transformers.util import cos_sim

@@ -34,7 +34,6 @@ pytestmark = [
 def test_ranks_on_gpus_answer_like_one(
     family: str, tensor: int, pipeline: int, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Greedy and seeded tokens in float32 are equal."""
     if tensor > GPUS:
         pytest.skip(f"ranks of a stage need their own GPUs: {tensor}, and there are {GPUS}")
     model = tiny_models.write(family, tmp_path / "model")

@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
     ],
 )
 def test_ranks_answer_like_one(family: str, pipeline: int, flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Greedy answers are those of transformers."""
     model = families.write(family, tmp_path / "model")
     check(model, Reference(model, torch.float32), tmp_path, pipeline, flags)
 
@@ -41,7 +40,6 @@ def test_ranks_answer_like_one(family: str, pipeline: int, flags: tuple[str, ...
     ("stored", "scheme"), [("gptq", Scheme(4, 32)), ("compressed-tensors", Scheme(8, None))]
 )
 def test_ranks_answer_like_dequantized_weights(stored: Stored, scheme: Scheme, tmp_path: Path) -> None:
-    """Outputs are split, and whole groups of inputs."""
     source = tiny_models.write("llama", tmp_path / "source")
     model = quantized_models.write(source, tmp_path / "model", stored, scheme)
     plain = quantized_models.write(source, tmp_path / "float", "float", scheme)

@@ -61,7 +61,6 @@ def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: P
 
 @pytest.mark.slow
 async def test_a_worker_with_an_npu_takes_the_code(model: Path, catalog: Path, tmp_path: Path) -> None:
-    """It requires precompiled code, compiles nothing, and answers."""
     with (tmp_path / "log").open("w") as log:
         async with run_scheduler(load(Settings, [*SIZES])) as scheduler:
             flags = ("--require-precompiled", "--compile-cache-dir", str(catalog))

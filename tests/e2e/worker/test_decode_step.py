@@ -14,7 +14,6 @@ from tests.support.paths import ROOT
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("smollm2")
 def test_eager_steps_have_times_for_attention_and_products() -> None:
-    """Attention goes through the device that the bench wraps."""
     command = [sys.executable, "-m", "tests.bench.decode_step", "--quick", "--backend", "eager"]
     output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
     for step in json.loads(output.splitlines()[-1])["steps_ms"].values():

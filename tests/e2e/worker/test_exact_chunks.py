@@ -85,13 +85,11 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(8, None)], ids=["w4", "w8"])
 def test_quantized_weights(scheme: Scheme, tmp_path: Path) -> None:
-    """Products with quantized weights are exact, too."""
     source = families.write("llama", tmp_path / "source")
     _check(_harness(quantized_models.write(source, tmp_path / "stored", "compressed-tensors", scheme)))
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """Products with a LoRA adapter are exact, too."""
     folder = families.write("llama", tmp_path / "model")
     adapter = write_adapter(folder, tmp_path / "adapter", AdapterSpec(seed=1))
     harness = _harness(folder, lora=LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=2))

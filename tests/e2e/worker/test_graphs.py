@@ -80,17 +80,6 @@ def test_graphs_give_the_models_own_results(model: str, dtype: Dtype, windows: s
     assert run(folder, dtype, windows, "compiled", garbage=True) == own
 
 
-def test_the_log_says_how_long_graphs_took(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One log line has the seconds of each signature."""
-    load(smollm2, "float32")
-    capsys.readouterr()
-    Harness(load(smollm2, "float32"), decode_buckets=(1, 4), max_num_seqs=4)
-    printed = capsys.readouterr().out
-    (line,) = [line for line in printed.splitlines() if "graphs_built" in line]
-    for signature in ("prefill of 128 tokens", "decode of 1 rows", "decode of 4 rows"):
-        assert signature in line
-
-
 class CapturingDevice(CpuDevice):
     """Captures like a GPU: runs a function a few times first, then replays it on fixed tensors."""
 
@@ -102,7 +91,6 @@ class CapturingDevice(CpuDevice):
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """See the base class."""
         static = [tensor.clone() for tensor in examples]
         for _ in range(3):
             function(*static)

@@ -85,18 +85,7 @@ def test_shards_are_counted(single: Path, sharded: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_damage_is_reported_before_loading(single: Path, tmp_path: Path) -> None:
-    """A damaged file ends the preparation, before the slow imports."""
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((single / name).read_bytes())
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    with pytest.raises(ConfigurationRefused, match=r"model.safetensors is damaged: "):
-        configure(tmp_path)
-
-
 def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
-    """--load-format dummy needs only config.json."""
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
     events = configure(tmp_path, load_format="dummy")
     assert [event for event in events if event[0] == "load"] == [("load", 0, 0, "made up weights")]
@@ -125,7 +114,6 @@ def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_new_configuration_frees_the_old_cache_first(single: Path) -> None:
-    """The old cache is gone when the new one is allocated, since both may not fit."""
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
     worker.prepare()
     worker.configure(SHAPES, lambda *_: None)
@@ -201,7 +189,6 @@ def test_untrusted_model_code_does_not_run(foreign: Path, tmp_path: Path) -> Non
 def test_trusted_model_code_runs(
     foreign: Path, single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --trust-remote-code the model's code runs and gives the same tokens."""
     monkeypatch.syspath_prepend(tmp_path / "modules")
     model = open_model(foreign, trust=True)
     model.load_weights()
@@ -222,7 +209,6 @@ def test_one_process_group_serves_models_with_and_without_experts(single: Path, 
 
 
 def test_a_stage_needs_a_layer(single: Path) -> None:
-    """More stages than layers are refused with both numbers."""
     with pytest.raises(
         ConfigurationRefused, match="--pipeline-parallel-size 4 is more than the model's 2 layers"
     ):

@@ -64,7 +64,6 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path, backend: Backend) 
 
 @pytest.mark.slow
 def test_logits_that_are_all_minus_infinity_fail(tmp_path: Path) -> None:
-    """Greedily and sampled."""
     model = load(write_broken(tmp_path, value=-torch.inf), "float32")
     harness = Harness(model, max_num_seqs=2, chunk=CHUNK, block_size=CHUNK, decode_buckets=(1, 2))
     for sampling in (GREEDY, sampling_params(temperature=1.0, seed=1)):

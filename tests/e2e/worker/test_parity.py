@@ -37,33 +37,6 @@ def prompts(reference: Reference) -> list[list[int]]:
     return [reference.encode(PROMPTS[index]) for index in CHOSEN]
 
 
-@pytest.fixture(scope="module")
-def batched(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations in float32, all prompts decoded in one batch."""
-    results = Harness(load(smollm2, "float32")).generate(prompts, NUM_TOKENS)
-    return [tokens_of(outputs) for outputs in results]
-
-
-def test_batch_equals_reference(
-    reference: Reference, prompts: list[list[int]], batched: list[list[int]]
-) -> None:
-    """Short and long prompts decoded in one batch in float32 give the reference's tokens."""
-    assert _mismatches(reference, prompts, batched) == []
-
-
-def test_reference_is_generate(
-    reference: Reference, prompts: list[list[int]], batched: list[list[int]]
-) -> None:
-    """The reference's shortcut agrees with transformers' generate."""
-    for index in (0, 3):
-        assert reference.generate(prompts[index], NUM_TOKENS) == batched[index]
-
-
-def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) -> None:
-    """The converted demo model answers sensibly."""
-    assert reference.tokenizer.decode(batched[0]).startswith(" Paris.")
-
-
 @pytest.mark.slow
 def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
     """In bfloat16, log-probabilities of sampled tokens differ little on average.

@@ -54,17 +54,14 @@ def test_no_bit_of_a_real_model_depends_on_the_bucket(dtype: Dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_bit_depends_on_the_bucket(tmp_path: Path, dtype: Dtype) -> None:
-    """Nor of a small one."""
     check(write("llama", tmp_path), dtype)
 
 
 @pytest.mark.parametrize("kind", [GroupKind.IN_PLACE_WINDOW, GroupKind.PAGED_WINDOW])
 def test_windows_slide_by_real_tokens_alone(tmp_path: Path, kind: GroupKind) -> None:
-    """Padding of any size leaves an in-place window as it is."""
     check(write("gemma3", tmp_path), "bfloat16", window_kind=kind, block_size=512)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4-moe"])
 def test_experts_are_routed_by_real_tokens_alone(tmp_path: Path, family: str) -> None:
-    """Padding takes no room that a real token would have."""
     check(write(family, tmp_path), "bfloat16")

@@ -77,7 +77,6 @@ def test_the_same_tokens_alone_in_a_batch_in_another_order_and_after_preemption(
 def test_prompt_log_probabilities_equal_the_references(
     smollm2: Path, reference: Reference, prompts: list[list[int]]
 ) -> None:
-    """Every token of a prompt of several chunks has the reference's log-probabilities."""
     prompt = max(prompts, key=len)
     prompt = (prompt * (300 // len(prompt) + 1))[:300]
     harness = Harness(load(smollm2, "float32"), max_num_seqs=2, decode_buckets=(1, 2))

@@ -164,14 +164,12 @@ async def test_describe_and_health_before_configure(
 
 
 async def test_another_schema_revision_is_refused(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
-    """A scheduler with another schema revision gets SchemaMismatch."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Describe(worker_pb2.DescribeRequest(schema_revision=SCHEMA_REVISION + 1))
     assert isinstance(from_rpc_error(caught.value), SchemaMismatch)
 
 
 async def test_model_files_are_the_tokenizer(stub: "worker_pb2_grpc.WorkerAsyncStub", smollm2: Path) -> None:
-    """The files arrive complete, without the weights."""
     files: dict[str, bytes] = {}
     async for chunk in stub.GetModelFiles(worker_pb2.GetModelFilesRequest()):
         files[chunk.name] = files.get(chunk.name, b"") + chunk.data
@@ -206,7 +204,6 @@ async def test_bad_sizes_are_refused_and_good_ones_work_after(
 
 
 async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
-    """A request is sent once; later plans only name its slot."""
     result = await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
     assert result.step == 1
     assert result.last
@@ -346,7 +343,6 @@ async def test_sigterm_ends_it_cleanly(running: Running, stub: "worker_pb2_grpc.
     ],
 )
 def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    """The line names the setting, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         [sys.executable, "-m", "worker_svc", "--port", "0", "--scheduler-address", "", *flags],
@@ -358,7 +354,6 @@ def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: s
 
 
 def test_an_absent_device_is_one_line_and_code_2(smollm2: Path) -> None:
-    """The refusal names the missing package."""
     done = subprocess.run(
         [
             sys.executable, "-m", "worker_svc", "--port", "0", "--scheduler-address", "", "--model", str(smollm2),

@@ -72,7 +72,6 @@ def test_the_cap_matters(folder: Path, prompts: list[list[int]], expected: list[
 def test_tokens_equal_the_references(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], windows: GroupKind, backend: Backend
 ) -> None:
-    """Prompts are prefilled in chunks and decoded in one batch."""
     harness = Harness(
         load(folder, "float32"), max_model_len=128, max_num_seqs=4, chunk=32, block_size=32,
         decode_buckets=(1, 4), window_kind=windows, backend=backend,

@@ -78,7 +78,6 @@ def test_filters_see_the_mask_first(harness: ConstrainedHarness) -> None:
 
 
 def test_any_object_is_an_object(harness: ConstrainedHarness) -> None:
-    """json_object gives any JSON object."""
     for text, done in outputs(harness, [Spec("json_object")] * 2, "A short JSON object:\n", 60):
         assert text.lstrip().startswith("{")
         if done:
@@ -86,7 +85,6 @@ def test_any_object_is_an_object(harness: ConstrainedHarness) -> None:
 
 
 def test_every_finished_text_matches_its_expression(harness: ConstrainedHarness) -> None:
-    """Python's re agrees that every finished text matches."""
     specs = [Spec("regex", regex) for regex in CHOSEN_REGEXES]
     results = outputs(harness, specs, "For example: ", 60)
     for regex, (text, done) in zip(CHOSEN_REGEXES, results, strict=True):
@@ -97,7 +95,6 @@ def test_every_finished_text_matches_its_expression(harness: ConstrainedHarness)
 
 @pytest.mark.slow
 def test_every_finished_text_follows_its_grammar(harness: ConstrainedHarness) -> None:
-    """A check that is independent of the grammar accepts every finished text."""
     specs = [Spec("grammar", grammar) for grammar, _ in CHOSEN_GRAMMARS]
     results = outputs(harness, specs, "For example: ", 80)
     for (grammar, check), (text, done) in zip(CHOSEN_GRAMMARS, results, strict=True):
@@ -107,7 +104,6 @@ def test_every_finished_text_follows_its_grammar(harness: ConstrainedHarness) ->
 
 
 def test_choices_and_tags(harness: ConstrainedHarness) -> None:
-    """A choice gives one of its texts, and a tag has its schema between its markers."""
     values = ["positive", 'a "quoted" one', "日本語"]
     tag = {"type": "structural_tag", "format": {
         "type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}}, "end": "</call>"}}  # fmt: skip
@@ -162,56 +158,6 @@ def test_grammars_and_other_parameters_hold_together(harness: ConstrainedHarness
     assert re.fullmatch("[0-9]{12}", texts[2])
     assert comma not in results[1][0]
     assert harness.generate_constrained(["Once upon a time"], [None], [plain], 40) == [results[1]]
-
-
-def test_a_request_without_allowed_tokens_fails_alone(harness: ConstrainedHarness) -> None:
-    """If a grammar and allowed_token_ids exclude all tokens together, only that request fails."""
-    spec = Spec("regex", "[ab]{10}")
-    word = tokenizer().encode("zebra").ids
-    results = harness.generate_constrained(
-        ["Letters: ", "Once"],
-        [spec, None],
-        [sampling_params(temperature=1.0, seed=1, allowed_token_ids=word), sampling_params(temperature=0.0)],
-        20,
-    )
-    assert isinstance(results[0][1], InvalidArgument)
-    assert "grammar" in results[0][1].message
-    assert results[1][1] is None
-
-
-@pytest.mark.slow
-def test_one_slots_grammar_fails_alone(harness: ConstrainedHarness) -> None:
-    """An ambiguous grammar that costs too much fails its request and is refused afterwards."""
-    # The ambiguity lies beyond what the compiler checks beforehand.
-    ambiguous = Spec("grammar", 'root ::= [a-z ]{700} x\nx ::= x x x | [a-z ] | ""')
-    greedy = sampling_params(temperature=0.0)
-    results = harness.generate_constrained(
-        ["a a a", "Once"],
-        [ambiguous, None],
-        [sampling_params(temperature=1.0, seed=1, min_tokens=300), greedy],
-        300,
-    )
-    assert isinstance(results[0][1], InvalidArgument)
-    assert "ambiguous" in results[0][1].message
-    assert harness.generate_constrained(["Once"], [None], [greedy], 300) == results[1:]
-    with pytest.raises(InvalidArgument, match="ambiguous"):
-        compiler().submit(ambiguous).result()
-
-
-def test_a_grammar_that_is_not_compiled_is_refused(harness: ConstrainedHarness) -> None:
-    """The admission fails with Unavailable, and the slot is free for the next attempt."""
-    from protos.errors import Unavailable
-    from protos.steps import Prefill
-
-    unknown = Spec("regex", "never compiled")
-    sampling = constrained(sampling_params(temperature=0), "regex", "never compiled")
-    admission = harness.admit(0, [1, 2, 3], sampling, num_prompt_tokens=3)
-    (output,) = harness.run(admit=[admission], work=Prefill(0, 0, 3, sample=True))
-    assert isinstance(output.error, Unavailable)
-    compiler().submit(unknown).result()
-    (output,) = harness.run(admit=[admission], work=Prefill(0, 0, 3, sample=True))
-    assert output.error is None
-    harness.release([0])
 
 
 def test_a_resumed_request_continues_its_grammar(harness: ConstrainedHarness) -> None:

@@ -57,7 +57,6 @@ def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], 
 
 @pytest.mark.parametrize("family", families.NOT_ON_NPU)
 def test_an_npu_refuses_by_name(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
-    """The line names what an NPU does not run."""
     job = Job(
         str(families.write(family, tmp_path)), prompts, device="rbln", backend="compiled", block_size=1024,
         max_model_len=1536, language_model_only=family in families.MULTIMODAL,

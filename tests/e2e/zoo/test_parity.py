@@ -62,7 +62,6 @@ def test_older_families_run_as_graphs(tmp_path: Path, prompts: list[list[int]], 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v2-lite"])
 def test_generated_kernels_equal_the_reference(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
-    """With -O 2, the kernels between attention layers are generated code."""
     folder = families.write(family, tmp_path)
     answers = parity_process.run(Job(str(folder), prompts, backend="compiled", level=2))
     assert differences(Reference(folder, torch.float32), prompts, answers) == []

@@ -31,7 +31,6 @@ def refusal(folder: Path, config: dict[str, Any], **options: Any) -> str:
 
 @pytest.mark.parametrize("architecture", families.REFUSED)
 def test_an_architecture_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
-    """The line names the architecture and says why it is not served."""
     config, reason = families.REFUSED[architecture]
     line = refusal(tmp_path, {"architectures": [architecture], **config})
     assert architecture.split(maxsplit=1)[0] in line
@@ -40,7 +39,6 @@ def test_an_architecture_is_refused_by_name(architecture: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("architecture", TEXT_MODELS)
 def test_a_multimodal_model_needs_the_flag(architecture: str, tmp_path: Path) -> None:
-    """Without --language-model-only the line names the flag."""
     line = refusal(tmp_path, {"architectures": [architecture], "text_config": {}})
     assert line.startswith(f"{architecture} is multimodal")
     assert "pass --language-model-only" in line

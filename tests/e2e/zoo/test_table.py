@@ -15,7 +15,6 @@ SMALL = families.FAMILIES | families.MULTIMODAL
 
 
 def test_every_small_model_is_in_one_row() -> None:
-    """No row lacks a model that tests run, and no model that they run lacks a row."""
     assert sorted(family for row in ROWS for family in row.families) == sorted(SMALL)
     assert set(families.NOT_ON_NPU) <= set(SMALL)
 
@@ -58,7 +57,6 @@ def test_features_are_shown_by_their_tests() -> None:
 
 
 def test_all_text_models_and_refusals_are_in_the_page() -> None:
-    """The page names each of them; the refusals' test file exists."""
     text = (ROOT / "docs" / "models.md").read_text()
     for name in (*TEXT_MODELS, *families.REFUSED):
         assert f"`{name}`" in text

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
 from tests.support.worker.grammar_texts import accepts, schema_spec
+from tests.support.worker.structured_cases import schema
 from worker_svc.grammars.json_schema import FORMATS
 from worker_svc.grammars.spec import Spec
 
@@ -71,52 +72,17 @@ def pool() -> tuple[tuple[str, Any, bool], ...]:
     """Returns texts, their values as JSON, and whether they are JSON at all."""
     texts = [json.dumps(text) for text in TEXTS] + [json.dumps(text, ensure_ascii=False) for text in TEXTS]
     texts += [
-        *NUMBERS,
-        "true",
-        "false",
-        "null",
-        "[]",
-        "{}",
-        "[ ]",
-        '{"a" 1}',
-        '{"a": 1,}',
-        "[1,]",
-        "[[]]",
-        "[[[]], []]",
-    ]
-    texts += [
-        '"a\nb"',
-        '"a"b"',
-        '"\\x"',
-        '"\\u12"',
-        '"\t"',
-        '"a\x01"',
-        '"\\u0041"',
-        '"\\ud83d\\ude42"',
-        '"\\n\\n"',
-        '{"a": 1, "a": 2}',
-    ]
-    texts += [
-        '{"b": 1, "a": {"b": 2}}',
-        '{"a": {"b": "x"}, "b": 1}',
-        '{"a": {"b": 2}, "b": 1}',
-        '{"a\\"b": 1}',
-        '{\n  "a": 1\n}',
-        '{"a":1}',
-    ]
+        *NUMBERS, "true", "false", "null", "[]", "{}", "[ ]", '{"a" 1}', '{"a": 1,}', "[1,]", "[[]]", "[[[]], []]",
+        '"a\nb"', '"a"b"', '"\\x"', '"\\u12"', '"\t"', '"a\x01"', '"\\u0041"', '"\\ud83d\\ude42"', '"\\n\\n"', '{"a": 1, "a": 2}',
+        '{"b": 1, "a": {"b": 2}}', '{"a": {"b": "x"}, "b": 1}', '{"a": {"b": 2}, "b": 1}', '{"a\\"b": 1}', '{\n  "a": 1\n}', '{"a":1}',
+    ]  # fmt: skip
     for count in (1, 2, 3):
-        texts += [
-            "[" + ", ".join(each) + "]"
-            for each in itertools.product(VALUES[: 10 if count < 3 else 4], repeat=count)
-        ]
-    for keys in [
-        *itertools.permutations(("a", "b", "xa", "x", "c"), 1),
-        *itertools.permutations(("a", "b", "xa", "x", "c"), 2),
-    ]:
-        for values in itertools.product(VALUES[:5], repeat=len(keys)):
-            texts.append(
-                "{" + ", ".join(f'"{key}": {value}' for key, value in zip(keys, values, strict=True)) + "}"
-            )
+        values = itertools.product(VALUES[: 10 if count < 3 else 4], repeat=count)
+        texts += ["[" + ", ".join(each) + "]" for each in values]
+    names = ("a", "b", "xa", "x", "c")
+    for keys in (*itertools.permutations(names, 1), *itertools.permutations(names, 2)):
+        for entries in itertools.product(VALUES[:5], repeat=len(keys)):
+            texts.append("{" + ", ".join(f'"{key}": {value}' for key, value in zip(keys, entries, strict=True)) + "}")  # fmt: skip
     read = []
     for text in dict.fromkeys(texts):
         try:
@@ -128,7 +94,6 @@ def pool() -> tuple[tuple[str, Any, bool], ...]:
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_accepted_texts_satisfy_the_schema(schema: Any) -> None:
-    """Every text of the pool that the grammar accepts is JSON and validates."""
     is_accepted = accepts(schema_spec(schema))
     validator = Draft202012Validator(_modern(schema), format_checker=CHECKER)
     accepted = 0
@@ -140,50 +105,12 @@ def test_accepted_texts_satisfy_the_schema(schema: Any) -> None:
     assert accepted, "nothing in the pool is allowed"
 
 
-@pytest.mark.parametrize("number", range(300))
-def test_schemas_of_the_end_to_end_test_are_accepted(number: int) -> None:
-    """No schema that SmolLM2 generates under is refused."""
-    from tests.support.worker.structured_cases import schema
-
-    try:
-        accepts(schema_spec(schema(number)))
-    except InvalidArgument as error:
-        pytest.fail(error.message)
-
-
-OPTIONAL = {
-    "type": "json_schema",
-    "json_schema": {
-        "properties": {"x": {"type": "string", "pattern": "^([A-Z][a-z]*)?$"}},
-        "required": ["x"],
-    },
-}
-TAG = {"type": "tag", "begin": "<f>", "content": OPTIONAL, "end": "</f>"}
-
-
-@pytest.mark.parametrize(
-    ("form", "right", "wrong"),
-    [
-        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "excludes": ["zz"]},
-         ['hi <f>{"x": "Abc"}</f> yo', 'a"b\\ [c]', '<f>{"x": "A"}</f><f>{"x": "B"}</f>'],
-         ['hi <f>{"x": "abc"}</f>', "zz", "<f>x", "a<f"]),
-        ({"type": "tags_with_separator", "tags": [TAG], "separator": '\n;"', "at_least_one": True, "stop_after_first": False},
-         ['<f>{"x": "A"}</f>\n;"<f>{"x": "B"}</f>'], ['<f>{"x": "A"}</f>\n;"<f>{"x": "b"}</f>', '<f>{"x": "A"}</f><f>{"x": "B"}</f>', ""]),
-        ({"type": "sequence", "elements": [
-            {"type": "optional", "content": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
-            {"type": "regex", "pattern": "\\n{0,2}"}, {"type": "regex", "pattern": "[a-z]+"}, {"type": "const_string", "value": "z!"}]},
-         ["<t>a</b</t>\n\nabz!", "abzz!", "\nzz!"], ["<t>a</t>\n\n\naz!", "<t>a", "ab!", "z!z!"]),
-        ({"type": "or", "elements": [{"type": "repeat", "min": 1, "max": 2, "content": {"type": "const_string", "value": "ab"}}, TAG]},
-         ["ab", "abab", '<f>{"x":""}</f>'], ["", "ababab", "<f>"]),
-        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": True, "stop_after_first": True},
-         ['<f>{"x": "A"}</f>'], ["", "a", '<f>{"x": "A"}</f>b']),
-    ],
-)  # fmt: skip
-def test_tags_accept_their_texts(form: object, right: list[str], wrong: list[str]) -> None:
-    """Triggers, ends, exclusions, separators and parts that end where another begins."""
-    is_accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
-    assert [text for text in right if not is_accepted(text)] == []
-    assert [text for text in wrong if is_accepted(text)] == []
+def test_schemas_of_the_end_to_end_test_are_accepted() -> None:
+    for number in range(300):
+        try:
+            accepts(schema_spec(schema(number)))
+        except InvalidArgument as error:
+            pytest.fail(f"schema {number}: {error.message}")
 
 
 UNSAFE = '"\\'

@@ -43,13 +43,7 @@ def pool(
 ) -> list[torch.Tensor]:
     """Returns each prompt's values, [values] or [tokens, values].
 
-    Args:
-        runner: has the graph of `shape`.
-        shape: has a row for each prompt.
-        prompts: token ids.
-        second: for each prompt, where its second text begins; 0 if it has none.
-        use_activation: see `PoolRequest`.
-        dimensions: see `PoolRequest`.
+    `second` says where each prompt's second text begins; 0 if it has none.
     """
     runner.reset()
     admit = [

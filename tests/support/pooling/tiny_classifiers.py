@@ -14,13 +14,10 @@ LABELS = ("sad", "calm", "glad")
 def write(kind: Kind, folder: Path, *, vocab_size: int = VOCAB_SIZE) -> torch.nn.Module:
     """Saves a model and returns it, in float32.
 
-    Args:
-        kind: "bert-pairs" and "qwen3" score with one class; "bert-pairs" tells texts apart by token types,
-            and its authors want the bare value. "roberta" and "modernbert" have several classes that
-            exclude each other, "bert" several that do not. "bert-tokens" labels each token. "bert",
-            "modernbert" and "qwen3" have heads of 32 elements, for which we have kernels; others have 12.
-        folder: created if it is missing.
-        vocab_size: token ids are below this.
+    "bert-pairs" and "qwen3" score with one class; "bert-pairs" tells texts apart by token types, and its
+    authors want the bare value. "roberta" and "modernbert" have several classes that exclude each other,
+    "bert" several that do not. "bert-tokens" labels each token. "bert", "modernbert" and "qwen3" have heads
+    of 32 elements, for which we have kernels; others have 12.
     """
     import transformers
 

@@ -14,13 +14,7 @@ CONTEXT = 64
 def write(kind: Kind, folder: Path) -> Path:
     """Saves a model with heads of 12 elements, which no NPU kernel for paged attention takes.
 
-    Args:
-        kind: an encoder that pools by mean, with a layer after pooling and normalization; or a causal model
-            that pools its last token.
-        folder: created if it is missing.
-
-    Returns:
-        `folder`.
+    "mean" is an encoder with a layer after pooling and normalization; "causal" pools its last token.
     """
     from safetensors.torch import save_file
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel

@@ -70,13 +70,10 @@ class Call:
     """One call `torch.ops.NAMESPACE.OPERATOR(...)`."""
 
     namespace: str
-    """The operator's namespace."""
     operator: str
-    """The operator's name."""
     arguments: tuple[str, ...]
     """The source of each positional argument."""
     keywords: tuple[str, ...] = ()
-    """Names of the keyword arguments."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,8 @@ class Declaration:
     """One operator that the wheel declares."""
 
     namespace: str
-    """The operator's namespace."""
     operator: str
-    """The operator's name."""
     names: tuple[str, ...]
-    """Names of its arguments."""
     annotations: tuple[str, ...]
     """Sources of their types."""
 

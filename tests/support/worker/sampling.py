@@ -56,14 +56,9 @@ def choose(
     slots: Sequence[int] | None = None,
     padding: int = 0,
 ) -> torch.Tensor:
-    """Samples a token for each slot: int64 [slots], -1 where no token is allowed.
+    """Samples a token for each row of `logits`, which are those of `slots`; -1 where no token is allowed.
 
-    Args:
-        state: the slots.
-        logits: float32 [slots, vocab].
-        lengths: number of tokens so far, by slot.
-        slots: the slots in the order of `logits`; all of them by default.
-        padding: number of padding rows after the real ones.
+    `lengths` has the number of tokens so far of every slot, and `padding` rows follow the real ones.
     """
     slots = list(range(state.tokens.shape[0] - 1)) if slots is None else slots
     rows = torch.tensor([*slots, *[state.tokens.shape[0] - 1] * padding])

@@ -27,20 +27,7 @@ def test_one_rank_leads_and_one_chooses(tensor: int, pipeline: int, chooser: int
     assert [layout.rank for layout in layouts if layout.chooses] == [chooser]
 
 
-def test_compiled_code_is_a_ranks_own() -> None:
-    """The words that enter the key of compiled code differ between ranks and between splits."""
-    layouts = [
-        RankLayout(),
-        RankLayout(0, 2),
-        RankLayout(1, 2),
-        RankLayout(0, 1, 2),
-        RankLayout(0, 2, 1, True),
-    ]
-    assert len(set(map(str, layouts))) == len(layouts)
-
-
 def test_equal_facts_are_accepted() -> None:
-    """Also if there are none."""
     refuse_differences([{"dtype": "bfloat16"}] * 3)
     refuse_differences([{}, {}])
 
@@ -57,7 +44,6 @@ def test_equal_facts_are_accepted() -> None:
     ],
 )  # fmt: skip
 def test_a_difference_is_named(facts: list[dict[str, str]], text: str) -> None:
-    """With the ranks that have each value."""
     with pytest.raises(ConfigurationRefused, match=text):
         refuse_differences(facts)
 

@@ -35,7 +35,6 @@ def settings(*flags: str) -> Settings:
     ],
 )
 def test_levels(flags: tuple[str, ...], level: int) -> None:
-    """The level comes from -O, from vLLM's JSON, or from the device."""
     assert settings(*flags).level_for(1) == level
 
 
@@ -62,7 +61,6 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
     ],
 )
 def test_contradictions_are_refused(flags: tuple[str, ...], message: str) -> None:
-    """A bad or contradictory setting is refused in one line that names it."""
     with pytest.raises(ConfigurationRefused, match=message) as caught:
         settings(*flags)
     assert "\n" not in caught.value.message
@@ -105,7 +103,6 @@ def test_the_cache_has_a_folder_per_device() -> None:
 def test_variables_of_other_stacks(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, field: str, expected: object
 ) -> None:
-    """They keep their meaning."""
     monkeypatch.setenv(variable, value)
     assert getattr(settings(), field) == expected
 

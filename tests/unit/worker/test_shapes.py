@@ -36,12 +36,10 @@ def test_groups_put_full_attention_first() -> None:
 
 
 def test_layers_of_different_shapes_are_in_different_groups() -> None:
-    """A block has the same size in all layers of a group."""
     assert len(group_layers([make_layer("a"), make_layer("b", kv_heads=1)])) == 2
 
 
 def test_sharing_layers_have_no_cache() -> None:
-    """A layer that reads another's cache needs no memory."""
     (group,) = group_layers([make_layer("a"), make_layer("b", shares_with="a")])
     assert [layer.name for layer in group.layers] == ["a"]
 
@@ -89,7 +87,6 @@ def test_a_window_needs_no_more_than_the_longest_sequence() -> None:
 
 
 def test_an_in_place_block_holds_a_window() -> None:
-    """Paged blocks have the deployment's block size, whatever the window."""
     assert [group.tokens_per_block(1024) for group in (*HYBRID, *IN_PLACE)] == [1024, 1024, 1024, 512]
     assert [group.table_width(SIZES) for group in (*HYBRID, *IN_PLACE)] == [8, 8, 8, 1]
 
@@ -99,7 +96,6 @@ def test_an_in_place_block_holds_a_window() -> None:
     [(256, "a block size of at least 512, got 256"), (768, "768 is not a multiple of the in-place window")],
 )
 def test_a_block_must_hold_whole_windows(block_size: int, message: str) -> None:
-    """A block size that is not a multiple of an in-place window is refused."""
     sizes = replace(SIZES, chunk=128, block_size=block_size)
     with pytest.raises(ConfigurationRefused, match=message):
         sizes.check(IN_PLACE, block_size_multiple=32, longest_context=1024)
@@ -108,7 +104,6 @@ def test_a_block_must_hold_whole_windows(block_size: int, message: str) -> None:
 
 @pytest.mark.parametrize("block_size", [512, 1024])
 def test_a_block_of_one_or_more_windows_is_accepted(block_size: int) -> None:
-    """An in-place window needs one block per sequence and the null block."""
     sizes = replace(SIZES, block_size=block_size, num_blocks=(9, 2))
     sizes.check(IN_PLACE, block_size_multiple=32, longest_context=1024)
     with pytest.raises(ConfigurationRefused, match=r"1 blocks of KV group 1 .* at least 2"):
@@ -131,13 +126,11 @@ def test_a_block_of_one_or_more_windows_is_accepted(block_size: int) -> None:
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, object], message: str) -> None:
-    """The refusal names the value that does not fit."""
     with pytest.raises(ConfigurationRefused, match=message):
         replace(SIZES, **change).check(HYBRID, block_size_multiple=32, longest_context=1024)  # type: ignore[arg-type]
 
 
 def test_chunk_may_be_several_blocks_or_a_part_of_one() -> None:
-    """Chunk and block size are accepted if either divides the other."""
     for chunk, block_size in ((256, 128), (128, 256)):
         replace(SIZES, chunk=chunk, block_size=block_size).check(
             HYBRID, block_size_multiple=32, longest_context=1024
@@ -155,7 +148,6 @@ def test_chunk_may_be_several_blocks_or_a_part_of_one() -> None:
     ],
 )
 def test_prefill_buckets_that_do_not_fit_are_refused(buckets: tuple[int, ...], message: str) -> None:
-    """They ascend to the chunk, and each lines up with blocks."""
     sizes = replace(SIZES, chunk=128, block_size=128, prefill_buckets=buckets)
     with pytest.raises(ConfigurationRefused, match=message):
         sizes.check(HYBRID, block_size_multiple=32, longest_context=1024)
@@ -181,7 +173,6 @@ def test_excess_memory_stays_free() -> None:
 
 
 def test_an_in_place_block_costs_one_window() -> None:
-    """Its size does not depend on the size of paged blocks."""
     sizes = replace(SIZES, block_size=1024)
     full, window = (group.bytes_per_token for group in IN_PLACE)
     budget = 2 * (1024 * full + 512 * window)
@@ -202,6 +193,5 @@ def test_short_memory_keeps_fewer_windows(requested: int, room: int, kept: int) 
 
 
 def test_too_little_memory_is_refused() -> None:
-    """The refusal names the memory that one sequence needs."""
     with pytest.raises(ConfigurationRefused, match=r"1024 tokens needs .* MiB"):
         count_blocks(HYBRID, SIZES, 1 << 19)

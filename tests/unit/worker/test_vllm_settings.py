@@ -62,6 +62,5 @@ def test_bad_overrides_are_refused(overrides: Any, message: str) -> None:
 
 
 def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    """The line names the file."""
     with pytest.raises(ConfigurationRefused, match=r"generation_config\.json cannot be read"):
         default_sampling({}, str(tmp_path), {})

@@ -12,7 +12,6 @@ from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 
 def test_ready_lists_every_graph() -> None:
-    """There is one prefill graph, and one decode graph per bucket."""
     shapes = ShapeConfig(1024, 4, 128, 128, (1, 2, 4), (33, 20))
     configured = Ready(shapes, (100, 50), {"load": 1.5}, "ab12", "runtime", "exact")
     ready = convert.ready_to_proto(configured, 60.0).ready

@@ -21,7 +21,6 @@ async def thread() -> AsyncIterator[ModelThread]:
 
 
 async def test_functions_run_in_order_on_one_thread(thread: ModelThread) -> None:
-    """Functions run in the order of submission, all on the same thread."""
     names: list[tuple[int, str]] = []
 
     def note(number: int) -> None:
@@ -33,8 +32,6 @@ async def test_functions_run_in_order_on_one_thread(thread: ModelThread) -> None
 
 
 async def test_an_exception_belongs_to_its_future(thread: ModelThread) -> None:
-    """An exception is raised from the function's future, and the next function runs."""
-
     def fail() -> None:
         raise ValueError("broken")
 
@@ -62,29 +59,26 @@ async def test_the_loop_stays_live_and_sees_how_long_a_function_runs(thread: Mod
 
 
 async def test_a_function_of_many_steps_is_busy_since_the_last_one(thread: ModelThread) -> None:
-    """The busy time restarts at each reported step."""
-    stepped, let_go = threading.Event(), threading.Event()
-    before: list[float] = []
+    """The busy time restarts at each reported step, in another state of the same kind and limit."""
+    seen: list[tuple[float, Running | None]] = []
 
     def steps() -> None:
         time.sleep(0.02)
-        before.append(thread.busy_s)
+        seen.append((thread.busy_s, thread.running))
         thread.progressed()
-        before.append(thread.busy_s)
-        stepped.set()
-        let_go.wait()
+        seen.append((thread.busy_s, thread.running))
 
-    future = thread.submit(steps)
-    await asyncio.to_thread(stepped.wait)
-    assert before[0] >= 0.02 > before[1]
-    assert thread.busy_s > 0
-    let_go.set()
-    await future
-    assert thread.busy_s == 0
+    await thread.submit(steps, what="step", limit_s=3.0)
+    (before_s, before), (after_s, after) = seen
+    assert before_s >= 0.02 > after_s
+    assert before is not None
+    assert after is not None
+    assert before is not after
+    assert (before.what, before.limit_s) == (after.what, after.limit_s) == ("step", 3.0)
+    assert thread.running is None
 
 
 async def test_a_cancelled_future_does_not_disturb_the_thread(thread: ModelThread) -> None:
-    """A cancelled future does not stop its function or the next one."""
     let_go = threading.Event()
     future = thread.submit(let_go.wait)
     future.cancel()
@@ -157,7 +151,6 @@ async def test_a_fault_in_what_was_deferred_ends_nothing_else(
 
 
 async def test_a_hung_read_shows_although_the_thread_runs_something_else(thread: ModelThread) -> None:
-    """What was deferred is the older work, so it is what hangs."""
     waiting, blocked, let_go = threading.Event(), threading.Event(), threading.Event()
 
     def block(reached: threading.Event) -> None:
@@ -172,21 +165,3 @@ async def test_a_hung_read_shows_although_the_thread_runs_something_else(thread:
     assert thread.running.what == "step"
     let_go.set()
     await last
-
-
-async def test_progress_shows_as_another_state(thread: ModelThread) -> None:
-    """What runs is named, with its limit, and changes with each progress."""
-    seen: list[Running | None] = []
-
-    def steps() -> None:
-        seen.append(thread.running)
-        thread.progressed()
-        seen.append(thread.running)
-
-    await thread.submit(steps, what="step", limit_s=3.0)
-    first, second = seen
-    assert first is not None
-    assert second is not None
-    assert (first.what, first.limit_s) == (second.what, second.limit_s) == ("step", 3.0)
-    assert first is not second
-    assert thread.running is None

@@ -189,7 +189,6 @@ def test_a_step_of_a_pipeline_waits_for_the_one_before_in_its_plan_only() -> Non
 
 @both
 def test_several_steps_share_a_result(runs_ahead: bool) -> None:
-    """The tokens come step by step, and the last result has what is left."""
     stream = Stream(StubWorker(runs_ahead), [decode(steps=5, per_result=2)])
     assert [list(result.token_ids) for result in stream.run()] == [
         [11, 12, 21, 22],
@@ -201,7 +200,6 @@ def test_several_steps_share_a_result(runs_ahead: bool) -> None:
 
 @both
 def test_what_several_steps_have_is_said_before_outputs(runs_ahead: bool) -> None:
-    """Outputs are of one step."""
     worker = StubWorker(runs_ahead, outputs={(3, 2): [logprob(1, 7), logprob(2, 8)]})
     stream = Stream(worker, [decode(steps=5, per_result=4)])
     assert [tokens_of(result) for result in stream.run()] == [[11, 12, 21, 22], [7, 8], [41, 42, 51, 52]]
@@ -210,7 +208,6 @@ def test_what_several_steps_have_is_said_before_outputs(runs_ahead: bool) -> Non
 
 @both
 def test_what_several_steps_have_is_said_before_a_failure(runs_ahead: bool) -> None:
-    """Those tokens are the requests'."""
     worker = StubWorker(runs_ahead, read_errors={(3, 2): Internal("the device failed")})
     stream = Stream(worker, [decode(steps=9, per_result=9)])
     first, failed = stream.run()
@@ -237,7 +234,6 @@ def test_a_pipeline_ends_an_interrupted_plan_with_the_step_that_runs() -> None:
 
 @both
 def test_a_plan_that_was_interrupted_before_it_begins_runs_one_step(runs_ahead: bool) -> None:
-    """So decoding goes on however often chunks interrupt it."""
     worker = StubWorker(runs_ahead)
     growth = Growth(1, 0, (5,))
     chunk = StepPlan(4, Prefill(9, 0, 4, sample=True))
@@ -245,13 +241,6 @@ def test_a_plan_that_was_interrupted_before_it_begins_runs_one_step(runs_ahead: 
     stream.run()
     assert stream.answers == [(3, 1, True), (4, 1, True), (5, 1, False), (5, 1, True)]
     assert worker.launched[0].grow == [growth]
-
-
-@both
-def test_other_plans_end_no_work(runs_ahead: bool) -> None:
-    """They wait until it has ended."""
-    stream = Stream(StubWorker(runs_ahead), [decode(steps=3), decode(4, steps=2)])
-    assert [result.token_ids[0] for result in stream.run()] == [11, 21, 31, 41, 51]
 
 
 @both
@@ -288,7 +277,6 @@ def test_a_refused_request_is_left_out_until_its_slot_is_released(runs_ahead: bo
 @both
 @pytest.mark.parametrize("where", ["launch_errors", "read_errors"])
 def test_the_slots_of_a_failed_step_are_dead(runs_ahead: bool, where: str) -> None:
-    """Others run on, with and without them, until they are released."""
     worker = StubWorker(runs_ahead)
     getattr(worker, where)[1, 0] = Internal("the device failed")
     admitting = [admission(3)]
@@ -348,7 +336,6 @@ def test_rows_that_die_while_a_plan_runs_do_not_end_it() -> None:
     ],
 )
 def test_a_failed_step_ends_its_plan(runs_ahead: bool, error: Exception, message: str) -> None:
-    """The last result has a typed error of one line."""
     first, failed = Stream(StubWorker(runs_ahead, launch_errors={(3, 1): error}), [decode()]).run()
     assert (first.last, list(first.token_ids)) == (False, [11, 12])
     assert failed.last
@@ -367,7 +354,6 @@ def test_a_step_behind_a_failed_one_of_its_plan_is_read() -> None:
 
 @both
 def test_a_plan_without_slots_that_fails_says_so(runs_ahead: bool) -> None:
-    """Its copies may be lost."""
     worker = StubWorker(runs_ahead, launch_errors={(3, 0): Internal("no such block")})
     (failed,) = Stream(worker, [StepPlan(3)]).run()
     assert (failed.error is not None, failed.num_steps) == (True, 0)
@@ -379,7 +365,6 @@ def test_a_plan_without_slots_that_fails_says_so(runs_ahead: bool) -> None:
 def test_a_slot_with_an_error_of_its_own_dies_and_ends_the_work(
     runs_ahead: bool, steps: int, staged: bool
 ) -> None:
-    """The next plan runs the others."""
     worker = StubWorker(
         runs_ahead, staged, outputs={(3, 0): [SlotOutput(2, error=NO_TOKEN), SlotOutput(1, (7,))]}
     )
@@ -392,7 +377,6 @@ def test_a_slot_with_an_error_of_its_own_dies_and_ends_the_work(
 @both
 @pytest.mark.parametrize("staged", [False, True])
 def test_forced_tokens_end_the_work(runs_ahead: bool, staged: bool) -> None:
-    """The slot is not ready until a chunk has computed them."""
     worker = StubWorker(runs_ahead, staged, outputs={(3, 1): [SlotOutput(1, (7, 8)), SlotOutput(2, (9,))]})
     stream = Stream(worker, [decode()])
     stream.run()
@@ -402,7 +386,6 @@ def test_forced_tokens_end_the_work(runs_ahead: bool, staged: bool) -> None:
 
 @both
 def test_a_skipped_row_is_missing_and_ends_nothing(runs_ahead: bool) -> None:
-    """Further steps run the rows of the first one."""
     worker = StubWorker(runs_ahead, skipped={(3, 0): 1})
     stream = Stream(worker, [decode(steps=3, per_result=3)])
     assert [list(result.outputs) for result in stream.run()] == [
@@ -439,7 +422,6 @@ def test_a_read_that_ends_the_thread_fails_its_step(runs_ahead: bool) -> None:
 
 
 def test_prompts_of_dead_slots_are_not_pooled() -> None:
-    """The others are."""
     shape = PoolShape(8, 2)
     worker = StubWorker(launch_errors={(1, 0): Internal("the device failed")})
     pools: Sequence[Pool] = (Pool((1,), shape), Pool((1, 2), shape))

@@ -57,6 +57,18 @@ async def stream_of() -> AsyncIterator[StreamOf]:
     await thread.close(wait_s=5.0)
 
 
+async def plans(
+    *messages: worker_pb2.StepPlan, error: Exception | None = None, ends: bool = True
+) -> AsyncIterator[worker_pb2.StepPlan]:
+    """Yields plans, then fails, ends, or stays open."""
+    for message in messages:
+        yield message
+    if error is not None:
+        raise error
+    if not ends:
+        await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> None:
     """A later plan ends work if it interrupts it; the end of the stream ends what runs."""
@@ -87,14 +99,8 @@ async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> No
 
 
 async def test_a_report_counts_from_the_beginning_of_its_stream(stream_of: StreamOf) -> None:
-    """A scheduler that the worker comes back to has counted what was before."""
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield worker_pb2.StepPlan(step=0)
-        yield decode(1)
-
     worker = Echo()
-    stream = stream_of(incoming(), worker)
+    stream = stream_of(plans(worker_pb2.StepPlan(step=0), decode(1)), worker)
     worker.num_late = 5
     reports = [result.report async for result in stream.results() if result.HasField("report")]
     assert [report.late_graphs for report in reports] == [3]
@@ -109,14 +115,10 @@ async def test_a_report_that_fails_costs_no_result(
     def fail() -> WorkerReport:
         raise RuntimeError("the device says nothing")
 
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        for step in range(3):
-            yield decode(step)
-
     worker = Echo()
     worker.num_late = 5
     with capture_logs() as logs:
-        stream = stream_of(incoming(), worker)
+        stream = stream_of(plans(*map(decode, range(3))), worker)
         monkeypatch.setattr(worker, "report", fail)
         results = [result async for result in stream.results()]
     assert [result.HasField("report") for result in results] == [False] * len(results)
@@ -132,41 +134,22 @@ class Crash(Echo):
 
 
 async def test_a_plan_that_is_not_answered_ends_the_stream(stream_of: StreamOf) -> None:
-    """The scheduler must not wait for a result that will not come."""
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield decode(1)
-        await asyncio.Event().wait()
-
-    stream = stream_of(incoming(), Crash())
+    stream = stream_of(plans(decode(1), ends=False), Crash())
     with pytest.raises(SystemExit, match="a fault"):
         await anext(stream.results())
 
 
 async def test_a_plan_that_cannot_be_read_ends_the_stream(stream_of: StreamOf) -> None:
-    """With its reason, after the results of the plans before it."""
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield plan_to_proto(StepPlan(1))
-        raise ValueError("no plan")
-
-    stream = stream_of(incoming(), Echo())
-    results = stream.results()
+    results = stream_of(plans(plan_to_proto(StepPlan(1)), error=ValueError("no plan")), Echo()).results()
     assert (await anext(results)).step == 1
     with pytest.raises(ValueError, match="no plan"):
         await anext(results)
 
 
 async def test_a_result_that_cannot_be_encoded_ends_the_stream(stream_of: StreamOf) -> None:
-    """The scheduler would wait for it as long as for a step that hangs."""
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        yield plan_to_proto(StepPlan(1, Decode((1,), 1)))
-        await asyncio.Event().wait()
-
     worker = Echo()
     worker.launch = lambda plan: PendingStep(plan.work, read_tokens=lambda: [1 << 40])  # type: ignore[method-assign]
-    stream = stream_of(incoming(), worker)
+    stream = stream_of(plans(decode(1), ends=False), worker)
     with pytest.raises(ValueError, match="range"):
         async with asyncio.timeout(5):
             await anext(stream.results())

@@ -49,7 +49,6 @@ def test_each_rule_equals_its_description(
 
 
 def test_the_bias_changes_the_choice() -> None:
-    """The cases above would not notice a bias that is too small."""
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3))
     chosen = [Routing(2, "softmax", True, bias=bias).choose(logits)[1].sort().values for bias in (None, BIAS)]
     assert not torch.equal(*chosen)

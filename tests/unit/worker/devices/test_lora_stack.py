@@ -98,7 +98,6 @@ def test_each_row_takes_its_own_adapter(
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
-    """A row has the same bits alone and among rows of its own and of other adapters."""
     shape = _shape(576, (576, 192, 192), 3, 16, torch.bfloat16)
     if not serves_lora(shape):
         pytest.skip("our kernels need AVX-512 with bfloat16")
@@ -116,7 +115,6 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_that_overflows_harms_its_own_rows_alone(dtype: torch.dtype) -> None:
-    """Rows of other adapters and of the base stay finite."""
     shape = _shape(8, (6,), 2, 2, dtype)
     stack = CPU.lora_stack(shape)
     stack.write(0, [(torch.full((2, 8), 3e38).to(dtype), torch.full((6, 2), 3e38).to(dtype))])

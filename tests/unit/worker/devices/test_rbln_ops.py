@@ -39,7 +39,6 @@ def arguments(namespace: Namespace, query_len: int, start: int = 0) -> dict[str,
 
 
 def test_results_have_the_querys_type() -> None:
-    """The result in bfloat16 is the float32 result, rounded once."""
     given = arguments(CUSTOM, 4)
     half = {
         role: value.bfloat16() if role in ("q", "k", "v", "kv_cache") else value
@@ -70,7 +69,6 @@ WRONG: list[tuple[str, str, Any, str]] = [
 def test_wrong_shapes_are_refused(
     namespace: Namespace, operator: str, role: str, value: Any, message: str
 ) -> None:
-    """Wrong shapes are refused, also when a graph is traced without values."""
     given = arguments(namespace, 4) | {role: value}
     with pytest.raises(ValueError, match=message):
         operators.emit(namespace, operator, given)
@@ -82,7 +80,6 @@ def test_wrong_shapes_are_refused(
 
 
 def test_cache_layouts_are_not_mixed_up() -> None:
-    """Each namespace refuses the cache layout and the integer type of the other."""
     given = arguments(CUSTOM, 4)
     with pytest.raises(ValueError, match="kv_cache must be"):
         operators.emit(TRITON, "flash_causal_attention_naive_prefill", given)
@@ -100,7 +97,6 @@ def test_cache_layouts_are_not_mixed_up() -> None:
     ],
 )
 def test_options_without_a_reference_are_refused(operator: str, role: str, value: Any, message: str) -> None:
-    """An option that the reference does not implement is refused instead of ignored."""
     with pytest.raises(ValueError, match=message):
         operators.emit(CUSTOM, operator, arguments(CUSTOM, 4) | {role: value})
 

@@ -180,13 +180,11 @@ def test_first_chunks(case: str, count: int) -> None:
 
 
 def test_a_chunk_of_padding_alone_gives_zeros() -> None:
-    """A warm-up's chunk, one token in the null block, gives zeros."""
     checker = Checker(CASES["sinks"])
     checker.check(checker.step([-1], [0], [1], 16), torch.zeros(16, dtype=torch.bool, device=DEVICE))
 
 
 def test_a_layer_that_reads_another_cache_writes_nothing() -> None:
-    """A layer that reads another layer's cache leaves it unchanged."""
     checker = Checker(CASES["plain"])
     checker.fill(0, 20)
     before = checker.cache.clone()
@@ -237,7 +235,6 @@ def test_launches_fit_a_gpu() -> None:
 
 
 def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches have the same grid and arguments for all lengths, and a plan holds only tensors."""
     checker = Checker(CASES["window"])
     for row in range(2):
         checker.fill(row, 200)

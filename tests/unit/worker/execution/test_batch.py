@@ -98,7 +98,6 @@ def test_a_chunk_is_padded_to_its_bucket() -> None:
 
 
 def test_a_bucket_that_was_not_configured_is_refused() -> None:
-    """So is one with fewer tokens than the chunk."""
     shapes = replace(SIZES, prefill_buckets=(4, 8))
     batch = Batch(shapes, GROUPS, (20, 20), torch.device("cpu"), SamplingVocabulary(300))
     batch.admit(request(tokens=6))
@@ -124,22 +123,6 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     assert paged(full).query_start.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_sampled_token_is_the_next_input(batch: Batch) -> None:
-    """A sampled token stays in the batch, so the next plan does not send it."""
-    batch.admit(request(tokens=8))
-    batch.copy_admitted()
-    work = Prefill(0, 0, 8, sample=True)
-    batch.ready(work)
-    batch.advance_prefill(work, torch.tensor([42]))
-    batch.ready(Decode((0,), 1))
-    rows = torch.tensor([0])
-    assert batch.decode_inputs(rows)[0].tolist() == [42]
-    batch.advance_rows(rows, torch.tensor([43]))
-    batch.advance_decode((0,))
-    batch.ready(Decode((0,), 1))
-    assert batch.decode_inputs(rows)[0].tolist() == [43]
-
-
 def test_growth_appends(batch: Batch) -> None:
     """New blocks follow the slot's existing ones."""
     batch.admit(request(tokens=4, blocks=1))
@@ -149,20 +132,6 @@ def test_growth_appends(batch: Batch) -> None:
     _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
     assert paged(full).block_table[0, :4].tolist() == [1, 9, 8, 0]
     assert paged(window).block_table[0, :4].tolist() == [11, 0, 0, 0]
-
-
-def test_a_released_slot_is_free(batch: Batch) -> None:
-    """A released slot points to the null block and can be taken again; releasing it twice does nothing."""
-    batch.admit(request())
-    batch.copy_admitted()
-    batch.release(0)
-    batch.release(0)
-    with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.ready(Prefill(0, 0, 8, sample=False))
-    batch.admit(request(tokens=3, blocks=1))
-    batch.copy_admitted()
-    _, _, (full, _) = batch.prefill_inputs(8, Prefill(0, 0, 3, sample=True))
-    assert paged(full).block_table.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -188,14 +157,6 @@ def test_work_that_contradicts_the_state_is_refused(
         batch.ready(work)
 
 
-def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
-    """Tokens without a block would overwrite another request's memory."""
-    batch.admit(request(tokens=8, blocks=1))
-    batch.copy_admitted()
-    with pytest.raises(Internal, match="too few for 8 tokens"):
-        batch.ready(Prefill(0, 0, 8, sample=True))
-
-
 @pytest.mark.parametrize(
     ("admission", "message"),
     [
@@ -208,23 +169,8 @@ def test_work_beyond_the_blocks_is_refused(batch: Batch) -> None:
     ],
 )
 def test_requests_that_do_not_fit_are_refused(batch: Batch, admission: Admission, message: str) -> None:
-    """The refusal names the value that does not fit."""
     with pytest.raises(Internal, match=message):
         batch.admit(admission)
-
-
-def test_a_refused_admission_leaves_the_slot_free(batch: Batch) -> None:
-    """A refused request leaves no state behind."""
-    with pytest.raises(Internal, match="block 20"):
-        batch.admit(Admission(0, range(5), 0, sampling_params(), {0: (1, 2), 1: (11, 20)}))
-    with pytest.raises(Internal, match="slot 0, which is free"):
-        batch.ready(Prefill(0, 0, 5, sample=True))
-    batch.admit(request(tokens=4, blocks=1))
-    batch.copy_admitted()
-    _, _, (full, window) = batch.prefill_inputs(8, Prefill(0, 0, 4, sample=True))
-    assert [paged(step).block_table[0].tolist() for step in (full, window)] == [
-        [block, 0, 0, 0, 0, 0, 0, 0] for block in (1, 11)
-    ]
 
 
 @pytest.mark.parametrize("computed", [11, 12, 16])
@@ -287,7 +233,6 @@ def test_decode_of_an_in_place_window(sliding: Batch) -> None:
 
 
 def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
-    """No block, a second block and the null block are refused."""
     sliding.admit(sliding_request(0, 4, 3, block=3))
     sliding.copy_admitted()
     with pytest.raises(Internal, match="would get 2 blocks of group 1; its table holds 1"):
@@ -300,14 +245,6 @@ def test_an_in_place_window_has_exactly_one_block(sliding: Batch) -> None:
         sliding.admit(sliding_request(2, 31, 30, block=0))
     sliding.grow(Growth(1, 1, (2,)))
     sliding.ready(Prefill(1, 0, 4, sample=True))
-
-
-def test_a_taken_slot_is_not_admitted_again(batch: Batch) -> None:
-    """A slot belongs to one request."""
-    batch.admit(request())
-    batch.copy_admitted()
-    with pytest.raises(Internal, match="taken"):
-        batch.admit(request())
 
 
 SLOTS = 32

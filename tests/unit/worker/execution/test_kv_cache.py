@@ -21,16 +21,7 @@ def cache() -> KvCache:
     return KvCache(CpuDevice(), group_layers(layers), BLOCK, (4, 3))
 
 
-def test_layers_have_separate_memory(cache: KvCache) -> None:
-    """Each layer's cache is zeroed memory with its group's number of blocks."""
-    layers = cache.by_layer()
-    assert {name: tensor.shape[0] for name, tensor in layers.items()} == {"a": 4, "b": 4, "w": 3}
-    layers["a"].fill_(1)
-    assert not layers["b"].any()
-
-
 def test_bytes_per_block_count_all_layers(cache: KvCache) -> None:
-    """A block holds keys and values of all of the group's layers."""
     one_layer = 2 * 2 * 32 * 2 * BLOCK
     assert cache.bytes_per_block == (2 * one_layer, one_layer)
     assert cache.by_layer()["w"][0].nbytes == one_layer
@@ -71,7 +62,6 @@ def test_an_in_place_block_holds_one_window() -> None:
 
 
 def test_copies_happen_in_order(cache: KvCache) -> None:
-    """A later copy reads what an earlier one wrote."""
     tensor = cache.by_layer()["a"]
     tensor[1] = 5
     cache.copy([BlockCopy(0, 1, 2, BLOCK), BlockCopy(0, 2, 3, BLOCK)])
@@ -79,7 +69,6 @@ def test_copies_happen_in_order(cache: KvCache) -> None:
 
 
 def test_cleared_blocks_are_zero_in_all_layers_of_one_group(cache: KvCache) -> None:
-    """Clearing removes the contents of a former request; other blocks and groups stay."""
     layers = cache.by_layer()
     for tensor in layers.values():
         tensor.fill_(torch.nan)

@@ -62,7 +62,6 @@ def test_a_step_that_fails_on_one_rank_ends_the_process(error: Exception, reason
 
 
 def test_a_rank_that_waits_for_results_ends_with_its_group() -> None:
-    """The first stages and those between wait on threads of their own."""
     ranks, given_up = Ranks(1, 3), queue.SimpleQueue[str]()
     first, between = (cast("Any", FakeGroup(ranks, rank)) for rank in (0, 1))
     Follower(FailingSteps(RuntimeError()), between, given_up.put, lambda: None, lambda _: None)
@@ -76,7 +75,6 @@ def test_a_rank_that_waits_for_results_ends_with_its_group() -> None:
 
 
 def test_a_result_that_cannot_be_read_ends_the_process() -> None:
-    """No later step of the rank would get its tokens."""
     ranks, given_up = Ranks(1, 3), queue.SimpleQueue[str]()
     group = cast("Any", FakeGroup(ranks, 1))
     Follower(FailingSteps(RuntimeError()), group, given_up.put, lambda: None, lambda _: None)
@@ -112,13 +110,11 @@ def facts(dtype: str = "float32", **fields: Any) -> dict[str, str]:
     ],
 )
 def test_a_flag_that_ranks_must_share_is_a_fact(other: dict[str, Any], key: str) -> None:
-    """No other fact changes with it."""
     usual, changed = facts(), facts(**other)
     assert {name for name in usual.keys() | changed.keys() if usual[name] != changed[name]} == {key}
 
 
 def test_flags_of_one_rank_are_no_facts() -> None:
-    """Ranks listen on ports of their own, and have different memory."""
     assert facts() == facts(port=1, kv_memory=2.0, cpu_threads=3, local_rank=1)
 
 

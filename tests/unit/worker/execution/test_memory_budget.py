@@ -79,7 +79,6 @@ def test_the_formula() -> None:
 
 
 def test_each_prefill_bucket_is_a_graph() -> None:
-    """Its memory is not the KV cache's."""
     budget, groups = make_budget(GIB), make_groups((0, 512))
     buckets = replace(SHAPES, prefill_buckets=(128, 256, 512))
     taken = [cache_bytes(budget.fit(shapes, groups), groups) for shapes in (SHAPES, buckets)]
@@ -107,7 +106,6 @@ def test_kv_memory_is_used_as_given() -> None:
 
 
 def test_too_much_kv_memory_names_how_much_would_fit() -> None:
-    """The refusal names a --kv-memory that fits."""
     text = refusal(make_budget(0.5 * GIB, kv_memory=3))
     assert text.startswith("device cpu has 0.5 GiB free beside 3 GiB of weights, but 1 GiB of KV cache and ")
     fits = number(r"; --kv-memory ([\d.]+) would$", text)

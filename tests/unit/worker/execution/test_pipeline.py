@@ -146,7 +146,6 @@ def test_forced_tokens_leave_a_row_out_on_all_stages(replica: Replica) -> None:
 
 
 def test_a_refused_request_and_a_refused_plan_leave_the_stages_alike(replica: Replica) -> None:
-    """The others run on, and the slots are free once they are released."""
     refused = admission(1, [5] * (SIZES.max_model_len + 1), GREEDY)
     replica.run(admit=[refused], work=Decode((0, 1), 2))
     replica.run(work=Decode((0, 1), 2))

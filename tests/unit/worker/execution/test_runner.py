@@ -124,14 +124,12 @@ def test_a_refused_admission_fails_alone(runner: Runner) -> None:
 def test_a_step_for_a_refused_request_alone_does_nothing(
     runner: Runner, work: Prefill | Decode | None
 ) -> None:
-    """The step reports the refusal and runs nothing."""
     (output,) = runner.execute(StepPlan(1, admit=[request(1, range(40))], work=work))
     assert output.slot == 1
     assert isinstance(output.error, Internal)
 
 
 def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -> None:
-    """Scheduler and worker disagree, so the whole step fails."""
     with pytest.raises(PlanRefused, match="prefills tokens 1 to 2"):
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 1, 1, sample=True)))
 
@@ -139,8 +137,6 @@ def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -
 def test_a_graph_that_cannot_be_made_is_no_refused_plan(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank may make its graph."""
-
     def build(*_: object) -> None:
         raise Internal("no graph")
 
@@ -172,7 +168,6 @@ def test_a_device_that_fails_while_slots_are_freed_leaves_them_free(runner: Runn
 
 
 def test_steps_launched_ahead_keep_their_tokens(runner: Runner) -> None:
-    """Tokens that are read after later steps were launched are those of their own step."""
     runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
     launched = [runner.launch(StepPlan(2, work=Decode((0,), 1))) for _ in range(3)]
     assert all(step.runs_ahead and step.read_tokens is not None for step in launched)
@@ -181,7 +176,6 @@ def test_steps_launched_ahead_keep_their_tokens(runner: Runner) -> None:
 
 @pytest.mark.parametrize("field", [{"logprobs": 1}, {"allowed_token_ids": (7, 8)}])
 def test_a_step_with_more_to_tell_is_not_run_ahead(runner: Runner, field: dict[str, Any]) -> None:
-    """Log-probabilities and rows that may have no token are read with their step."""
     sampling = sampling_params(temperature=0.0, **field)
     admission = Admission(0, [5, 6], 0, sampling, {0: (1,), 1: (1,)})
     runner.execute(StepPlan(1, admit=[admission], work=Prefill(0, 0, 2, sample=True)))

@@ -92,7 +92,6 @@ def test_neighbours_order_and_preemption_change_nothing(order: int, captured: bo
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_log_probabilities_ignore_grammars(captured: bool) -> None:
-    """Log-probabilities are of the model's logits, before a grammar masks them."""
     worker, model, known = ReplayWorker(captured=captured), Noise(), [52]
     worker.admit(9, known, 0)
     for _ in range(4):
@@ -155,7 +154,6 @@ def test_seeds_matter() -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_it_fails_alone_beside_a_request_with_a_grammar_too(captured: bool) -> None:
-    """A redraw for the grammar in the same step does not hide the failure."""
     worker, known = ReplayWorker(captured=captured), list(REQUESTS[8][1])
     worker.admit(8, known, 1)
     once = sampling_params(seed=1, allowed_token_ids=(7,), bad_words=((7, 7),))

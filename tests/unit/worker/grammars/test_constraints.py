@@ -102,12 +102,6 @@ def test_a_grammar_over_its_budget_is_refused_from_then_on() -> None:
         one.admit(0, spec, [])
 
 
-def test_a_grammar_that_is_not_compiled_is_unavailable() -> None:
-    """The error is retryable: the slot can be admitted once the grammar is compiled again."""
-    with pytest.raises(Unavailable):
-        constraints().admit(0, Spec("regex", "not compiled"), [])
-
-
 def test_forced_tokens_are_found_before_the_draw() -> None:
     """A chain takes the place of the row's drawn token, which is never looked up; other rows keep theirs."""
     text = "\U00012000" * 20
@@ -145,7 +139,6 @@ def test_a_chain_needs_room() -> None:
 
 
 def test_masks_remove_forbidden_tokens() -> None:
-    """Only the given rows change."""
     masks = Masks(3, 70, torch.device("cpu"))
     masks.rows.random_(-(2**31), 2**31)
     logits = torch.randn(3, 70)

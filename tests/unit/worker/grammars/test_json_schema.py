@@ -131,7 +131,6 @@ def strings(**keywords: Any) -> dict[str, Any]:
     ids=lambda value: json.dumps(value)[:60],
 )  # fmt: skip
 def test_values_are_accepted_if_they_are_valid(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
-    """Compact JSON of valid values in the schema's order is accepted; invalid values are not."""
     is_accepted = accepts(schema_spec(schema))
     assert [value for value in valid if not is_accepted(compact(value))] == []
     assert [value for value in invalid if is_accepted(compact(value))] == []
@@ -183,7 +182,6 @@ def test_texts_are_accepted_as_json_writes_them(schema: str, valid: list[str], i
     ids=lambda value: json.dumps(value)[:60],
 )  # fmt: skip
 def test_other_schemas_are_refused_by_name(schema: Any, why: str) -> None:
-    """One line says what cannot be enforced, and where."""
     with pytest.raises(InvalidArgument) as caught:
         lowered(schema_spec(schema))
     assert why in caught.value.message

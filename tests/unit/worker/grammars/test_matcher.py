@@ -89,7 +89,6 @@ def test_a_chain_that_is_not_taken_leaves_no_trace() -> None:
     ("a", "", False), ("[ae]", "", True), ("[xy]", "", False), ("[1a]x", "", True), ("za?", "z", True), ("z", "z", False),
 ])  # fmt: skip
 def test_a_choice_is_found_by_probes(pattern: str, text: str, choice: bool) -> None:
-    """Two probed characters are a choice, and so are one and the end; others are left to the mask."""
     matcher = matcher_of(Spec("regex", pattern))
     assert all(matcher.accept(token) for token in tokenizer().encode(text).ids)
     # The second time, what was allowed is probed first.

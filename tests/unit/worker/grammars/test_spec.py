@@ -71,7 +71,6 @@ def test_hostile_specs_are_refused_quickly(spec: Spec) -> None:
     ],
 )  # fmt: skip
 def test_malformed_gbnf_is_refused(rules: str, why: str) -> None:
-    """One line says what is wrong, and where."""
     with pytest.raises(InvalidArgument, match=why) as caught:
         lowered(Spec("grammar", rules))
     assert "\n" not in caught.value.message
@@ -117,7 +116,6 @@ def test_choices_are_the_listed_texts() -> None:
     ],
 )  # fmt: skip
 def test_unenforceable_fields_of_tags_are_refused_by_name(form: dict[str, Any], name: str) -> None:
-    """No field is ignored."""
     tag = {"type": "tag", "begin": "<", "content": form, "end": ">"}
     with pytest.raises(InvalidArgument, match=name):
         lowered(Spec("structural_tag", json.dumps({"format": tag, "type": "structural_tag"})))
@@ -142,6 +140,13 @@ def test_unknown_fields_beside_the_format_are_refused(fields: dict[str, Any], na
 SCHEMA = {"type": "json_schema", "json_schema": {"type": "integer"}}
 LETTERS = {"type": "grammar", "grammar": "root ::= [^x]*"}
 DIGITS = {"type": "regex", "pattern": "[0-9]{2}"}
+OPTIONAL = {"properties": {"x": {"type": "string", "pattern": "^([A-Z][a-z]*)?$"}}, "required": ["x"]}
+TAG = {
+    "type": "tag",
+    "begin": "<f>",
+    "content": {"type": "json_schema", "json_schema": OPTIONAL},
+    "end": "</f>",
+}
 
 
 @pytest.mark.parametrize(
@@ -162,13 +167,22 @@ DIGITS = {"type": "regex", "pattern": "[0-9]{2}"}
         ({"type": "any_text", "max_chars": None, "max_tokens": None}, ("a" * 50,), ()),
         ({"structures": [{"begin": "<f>", "schema": {"properties": {}}, "end": "</f>"}], "triggers": ["<f"]},
          ("hello", "a<f>{}</f> b", '<f>{"a":1}</f><f>2</f>'), ("a<f", "<f>{</f>", "<f>{}")),
+        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "excludes": ["zz"]},
+         ('hi <f>{"x": "Abc"}</f> yo', 'a"b\\ [c]', '<f>{"x": "A"}</f><f>{"x": "B"}</f>'), ('hi <f>{"x": "abc"}</f>', "zz", "<f>x", "a<f")),
+        ({"type": "tags_with_separator", "tags": [TAG], "separator": '\n;"', "at_least_one": True, "stop_after_first": False},
+         ('<f>{"x": "A"}</f>\n;"<f>{"x": "B"}</f>',), ('<f>{"x": "A"}</f>\n;"<f>{"x": "b"}</f>', '<f>{"x": "A"}</f><f>{"x": "B"}</f>', "")),
+        ({"type": "sequence", "elements": [
+            {"type": "optional", "content": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+            {"type": "regex", "pattern": "\\n{0,2}"}, {"type": "regex", "pattern": "[a-z]+"}, {"type": "const_string", "value": "z!"}]},
+         ("<t>a</b</t>\n\nabz!", "abzz!", "\nzz!"), ("<t>a</t>\n\n\naz!", "<t>a", "ab!", "z!z!")),
+        ({"type": "or", "elements": [{"type": "repeat", "min": 1, "max": 2, "content": {"type": "const_string", "value": "ab"}}, TAG]},
+         ("ab", "abab", '<f>{"x":""}</f>'), ("", "ababab", "<f>")),
+        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": True, "stop_after_first": True},
+         ('<f>{"x": "A"}</f>',), ("", "a", '<f>{"x": "A"}</f>b')),
     ],
 )  # fmt: skip
 def test_tags_are_enforced(tag: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
-    """GBNF ends where the next part begins, and a pattern begins its format. Free text counts characters.
-
-    The tokens here are bytes. The older form of structures and triggers is read, too.
-    """
+    """Parts end where the next one begins. The tokens here are bytes; the older form is read, too."""
     form = tag if "structures" in tag else {"type": "structural_tag", "format": tag}
     accepted = accepts(Spec("structural_tag", json.dumps(form)))
     assert [text for text in valid if not accepted(text)] == []

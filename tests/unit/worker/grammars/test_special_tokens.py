@@ -72,7 +72,6 @@ def test_a_call_may_start_with_the_models_marker(model: Model, form: object) -> 
 
 
 def test_thinking_may_end_with_the_models_marker(model: Model) -> None:
-    """The schema applies after the marker."""
     compiler, tokenizer = model
     matcher = matcher_of(spec(THINKING), compiler)
     assert accepts(matcher, tokenizer.encode("Hm.</think>").ids)
@@ -83,7 +82,6 @@ def test_thinking_may_end_with_the_models_marker(model: Model) -> None:
 
 
 def test_markers_may_have_non_ascii_texts(model: Model) -> None:
-    """A marker with non-ASCII characters is accepted as one token."""
     compiler, tokenizer = model
     matcher = matcher_of(spec({"type": "const_string", "value": f"{SPECIALS[3]}f"}), compiler)
     marker = tokenizer.token_to_id(SPECIALS[3])
@@ -127,7 +125,6 @@ def test_markers_do_not_change_other_grammars(model: Model) -> None:
 
 
 def test_free_text_before_a_special_token_is_limited(model: Model) -> None:
-    """The limit holds whether a text or a token ends the tag."""
     compiler, tokenizer = model
     tag = {"type": "tag", "begin": "", "content": {"type": "any_text", "max_chars": 3}, "end": "</think>"}
     for end in ("</think>", {"type": "token", "token": "</think>"}):
@@ -137,7 +134,6 @@ def test_free_text_before_a_special_token_is_limited(model: Model) -> None:
 
 
 def test_white_space_in_a_tags_json_is_limited(model: Model) -> None:
-    """The limit is the same as in a standalone schema."""
     compiler, tokenizer = model
     for spaces, accepted in ((8, True), (9, False), (500, False)):
         matcher = matcher_of(spec(REQUIRED), compiler)

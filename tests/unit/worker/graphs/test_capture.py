@@ -113,8 +113,6 @@ def test_constants_are_computed_once() -> None:
 
 
 def test_results_share_memory() -> None:
-    """A hundred consecutive kernels need the memory of two results."""
-
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(100):
             x = x + 1
@@ -146,7 +144,6 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
 
 
 def test_attention_gets_its_sinks_in_each_replay() -> None:
-    """Attention gets sinks that are computed from a weight in every replay."""
     sinks = torch.arange(4, dtype=torch.bfloat16)
 
     def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
@@ -181,13 +178,11 @@ def test_each_replay_changes_outside_state() -> None:
     ids=["value", "mask", "nonzero", "random", "training", "shape in place"],
 )
 def test_a_step_that_depends_on_data_is_refused(step: Step, operator: str) -> None:
-    """The refusal names the operator."""
     with pytest.raises(NotStatic, match=operator):
         record(step, torch.ones(2, 4))
 
 
 def test_products_of_weights_alone_are_computed_while_recording() -> None:
-    """A product of the inputs is only recorded; one of weights may become a constant and is computed."""
     x = torch.ones(2, 4)
     recorder = Recorder((x,))
     with torch.inference_mode(), recorder:

@@ -45,7 +45,6 @@ def make_compilation(folder: Path, settings: Settings) -> Compilation:
 
 
 def test_a_level_that_the_device_lacks_is_refused(tmp_path: Path) -> None:
-    """The refusal names the device and the levels that work."""
     with pytest.raises(ConfigurationRefused, match="device cpu has its own compiler; use -O 1 or omit it"):
         graph_options(make_settings(tmp_path), OwnCompiler())
 
@@ -68,7 +67,6 @@ def test_code_is_kept_and_found_again(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_configuration_keeps_no_code(folder: Path, tmp_path: Path) -> None:
-    """Code of the first configuration is in memory only, so the second entry would be incomplete."""
     compilation = make_compilation(folder, make_settings(tmp_path / "cache"))
     compilation.find(SIZES)
     compilation.keep([], 1.0)

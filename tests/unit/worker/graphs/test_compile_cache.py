@@ -242,7 +242,6 @@ def test_missing_required_code_is_explained_field_by_field(tmp_path: Path) -> No
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cache, compilers get a folder that is removed with the process."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "before")
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
     code = CompiledCode(None, FIELDS, required=False)
@@ -299,7 +298,6 @@ def test_a_home_that_may_not_be_searched_is_replaced(
 
 
 def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A container may run as a user that has no entry and no HOME."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HOME")
 
@@ -336,7 +334,6 @@ def test_kernels_go_to_a_private_folder(
 
 
 def test_pytorchs_folder_is_replaced_too(monkeypatch: pytest.MonkeyPatch, no_folder: Path) -> None:
-    """Its variable may name a read-only volume."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(no_folder))
     replace_unusable_cache_dirs()
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(parents=True)
@@ -399,7 +396,6 @@ def test_a_full_folder_for_temporary_files_costs_no_start(
 
 
 def test_the_private_folder_goes_with_the_process(tmp_path: Path, no_folder: Path, temporary: Path) -> None:
-    """Nothing is left after a worker has ended."""
     code = (
         "import os, pathlib\n"
         "from worker_svc.graphs.compile_cache import replace_unusable_cache_dirs\n"
@@ -419,7 +415,6 @@ SIGNATURES = frozenset({"decode of 1 rows", "prefill of 128 tokens"})
 
 
 def test_checked_graphs_are_remembered_for_the_same_fields(tmp_path: Path) -> None:
-    """Another process finds them, with equal fields only."""
     assert VerificationCache(tmp_path, GRAPH_FIELDS).read() == frozenset()
     VerificationCache(tmp_path, GRAPH_FIELDS).write(SIGNATURES)
     assert VerificationCache(tmp_path, GRAPH_FIELDS).read() == SIGNATURES
@@ -427,7 +422,6 @@ def test_checked_graphs_are_remembered_for_the_same_fields(tmp_path: Path) -> No
 
 
 def test_nothing_is_remembered_without_a_compile_cache() -> None:
-    """Without a folder, every start compares its graphs."""
     graphs = VerificationCache(None, GRAPH_FIELDS)
     graphs.write(SIGNATURES)
     assert graphs.read() == frozenset()
@@ -435,7 +429,6 @@ def test_nothing_is_remembered_without_a_compile_cache() -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "5", '{"a": 1}', "\xff"])
 def test_a_damaged_file_counts_as_missing(tmp_path: Path, content: str) -> None:
-    """The graphs are compared again, and the file is written anew."""
     graphs = VerificationCache(tmp_path, GRAPH_FIELDS)
     graphs.write(SIGNATURES)
     (file,) = (tmp_path / "checked").iterdir()
@@ -446,7 +439,6 @@ def test_a_damaged_file_counts_as_missing(tmp_path: Path, content: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path) -> None:
-    """The start goes on, and leaves no file behind."""
     (tmp_path / "checked").write_text("not a folder")
     graphs = VerificationCache(tmp_path, GRAPH_FIELDS)
     graphs.write(SIGNATURES)

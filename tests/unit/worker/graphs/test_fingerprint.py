@@ -71,7 +71,6 @@ def test_every_part_of_a_configuration_counts(folder: Path, changed: dict[str, A
 
 
 def test_a_models_files_count(folder: Path) -> None:
-    """Configuration and code of the model count, the origin of the configuration does not."""
     before = key(folder)
     write_config(folder, hidden_size=8, transformers_version="5", _name_or_path="elsewhere")
     assert key(folder) == before

@@ -79,7 +79,6 @@ def test_a_graph_that_an_earlier_process_compared_is_only_recorded() -> None:
 
 
 def test_a_graph_runs_without_the_models_code() -> None:
-    """Once a graph is built, its steps no longer run the model's code."""
     model = TriplingModel()
     graphs = built(model, required=True, strict=True)
     before = model.calls
@@ -97,7 +96,6 @@ def test_eager_builds_no_graphs() -> None:
 
 
 def test_a_late_graph_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """A late graph counts once; a graph from the warm-up never counts."""
     graphs = built(TriplingModel())
     late = GraphSignature("prefill", 1, 4)
     for _ in range(2):
@@ -111,7 +109,6 @@ def test_a_late_graph_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_late_graph_is_an_error_in_strict_mode() -> None:
-    """The error names the signature."""
     graphs = built(TriplingModel(), strict=True)
     with pytest.raises(Internal, match="decode of 2 rows"):
         graphs.count_late(GraphSignature("decode", 2, 1))
@@ -119,7 +116,6 @@ def test_a_late_graph_is_an_error_in_strict_mode() -> None:
 
 
 def test_without_warm_up_a_late_graph_is_no_error_in_strict_mode() -> None:
-    """The first step of each kind makes its graph, which is counted."""
     graphs = built(TriplingModel(), strict=True, warm=False)
     late = GraphSignature("decode", 2, 1)
     graphs.count_late(late)
@@ -160,7 +156,6 @@ def test_a_dynamic_step_runs_the_models_code(model: TriplingModel) -> None:
 def test_a_dynamic_step_is_refused_if_graphs_are_required(
     model: TriplingModel, required: bool, strict: bool
 ) -> None:
-    """The refusal has the signature, the reason and the remedy."""
     with pytest.raises(
         ConfigurationRefused, match=r"decode of 4 rows: .*depends on.* data; use --backend eager"
     ):

@@ -22,14 +22,12 @@ class AddingDevice(CpuDevice):
     """A device: its attention adds its plan to a simple product and to the cache."""
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        """See the base class."""
         assert call.key is not None
         assert call.value is not None
         call.cache.add_(plan)
         call.output.copy_(call.query + call.key * call.value + plan)
 
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
-        """See the base class."""
         return lambda plan: self.attend(call, plan)
 
 
@@ -101,7 +99,6 @@ def test_layers_that_differ_in_weights_alone_are_one_structure() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_other_shapes_are_other_structures(rows: int) -> None:
-    """Steps of different shapes share no code."""
     mine = {subgraph.structure for subgraph in subgraphs(Layers(3).record(2))}
     assert mine.isdisjoint(subgraph.structure for subgraph in subgraphs(Layers(3).record(rows)))
 
@@ -122,7 +119,6 @@ def test_literals_are_part_of_the_structure() -> None:
 
 
 def test_unread_results_are_dropped() -> None:
-    """A subgraph omits calls with unread results, and their inputs."""
     x, unused = torch.ones(2), torch.ones(2)
     recorder = Recorder((x,))
     with torch.inference_mode(), recorder:

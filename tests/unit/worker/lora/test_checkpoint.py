@@ -92,7 +92,6 @@ def test_names_of_base_models(base_model: str, named_like: bool) -> None:
 
 @pytest.mark.parametrize(("value", "base_model"), [("org/base", "org/base"), (None, ""), (3, "")])
 def test_the_base_model_is_kept(tmp_path: Path, value: object, base_model: str) -> None:
-    """It is what the trainer wrote, if that is a name."""
     folder = _write(tmp_path, base_model_name_or_path=value)
     assert read_adapter(folder, name="a", max_rank=4).base_model == base_model
 
@@ -132,7 +131,6 @@ def _a_list(folder: Path) -> None:
 def test_damaged_folders(
     tmp_path: Path, spoil: Callable[[Path], None], error: type[TriptychError], text: str
 ) -> None:
-    """A missing, pickled or damaged file is named."""
     spoil(_write(tmp_path))
     with pytest.raises(error, match=f"adapter tuned.*{text}"):
         read_adapter(tmp_path, name="tuned", max_rank=8)

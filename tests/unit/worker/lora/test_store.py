@@ -48,7 +48,6 @@ def load(store: AdapterStore, adapter_id: int, source: str, revision: str = "") 
 
 
 def test_what_is_said_of_an_adapter(store: AdapterStore, tmp_path: Path) -> None:
-    """Its rank, its memory and a digest of what it computes."""
     first = load(store, 1, str(_write(tmp_path)))
     assert first.rank == 4
     assert first.num_bytes == 4 * (4 * 6 + 10 * 4)
@@ -61,7 +60,6 @@ def test_what_is_said_of_an_adapter(store: AdapterStore, tmp_path: Path) -> None
 def test_a_full_host_forgets_the_adapter_that_was_used_least_recently(
     store: AdapterStore, tmp_path: Path
 ) -> None:
-    """None that is needed, and no more than must be."""
     source = str(_write(tmp_path))
     for adapter_id in (1, 2, 3):
         assert store.displaced([]) == []
@@ -104,7 +102,6 @@ def test_an_adapter_that_is_unloaded_while_it_is_read(tmp_path: Path, how: str) 
 
 @pytest.mark.parametrize("source", ["~nosuchuser/x", "/" + 3000 * "x/"])
 def test_odd_sources(store: AdapterStore, source: str) -> None:
-    """A path that the system refuses is the client's mistake."""
     with pytest.raises((InvalidArgument, NotFound), match="adapter a"):
         load(store, 1, source)
 
@@ -136,8 +133,6 @@ def test_slots_of_the_device(store: AdapterStore, tmp_path: Path) -> None:
 
 
 def test_a_copy_that_fails_leaves_its_slot_empty(tmp_path: Path) -> None:
-    """The next adapter gets the slot."""
-
     class Broken(RecordingModel):
         def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
             raise RuntimeError("the device failed")
@@ -158,7 +153,6 @@ def test_a_copy_that_fails_leaves_its_slot_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["/nowhere/adapter", "./nowhere", "nowhere", "a/b/c"])
 def test_missing_folders(store: AdapterStore, source: str) -> None:
-    """A source that is neither a folder nor an id is named."""
     with pytest.raises(NotFound, match=f"adapter a: there is no folder {source}"):
         load(store, 1, source)
 
@@ -172,8 +166,6 @@ def test_missing_folders(store: AdapterStore, source: str) -> None:
     ],
 )  # fmt: skip
 def test_short_memory_may_pass(tmp_path: Path, error: Exception) -> None:
-    """The adapter is not at fault: the scheduler tries again."""
-
     class Short(RecordingModel):
         def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerWeights]:
             raise error
@@ -304,13 +296,11 @@ def test_the_store_says_which_commit_it_has(hub: Hub) -> None:
     [("org/other", "the hub does not have it"), ("org/adapter@v9", "the hub does not have it")],
 )
 def test_what_the_hub_does_not_have_is_refused(hub: Hub, source: str, text: str) -> None:
-    """For good: no host tries again."""
     with pytest.raises(NotFound, match=text):
         find_files(source, "a")
 
 
 def test_a_hub_that_is_down_may_come_back(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error may be retried. Without a connection by choice, it may not."""
     hub.down = True
     with pytest.raises(Unavailable, match="the hub cannot be reached; retry"):
         find_files("org/adapter", "a")
@@ -340,6 +330,5 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("revision", ["", "../../etc/passwd", "/etc/passwd", "a b"])
 def test_odd_revisions_are_refused(revision: str) -> None:
-    """None of them leaves the hub's cache."""
     with pytest.raises(InvalidArgument, match="not a branch, tag or commit"):
         find_files(f"org/adapter@{revision}", "a")

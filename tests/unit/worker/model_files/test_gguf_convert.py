@@ -59,7 +59,6 @@ def load(folder: Path, name: str) -> Any:
 def test_unusable_files_are_refused_by_name(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line names the cause."""
     caplog.set_level("ERROR")
     wrong = []
     for number, case in enumerate(case for case in gguf_cases.CASES if case.kind == kind):
@@ -201,7 +200,6 @@ def test_parts_are_one_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_a_link_leads_to_all_parts(tmp_path: Path) -> None:
-    """A link of another name to a part stands for the model."""
     first = write("llama", [gguf_cases.sets(split=12, model=gguf_cases.part(1, 2))], tmp_path / "m")
     link = tmp_path / "model.gguf"
     link.symlink_to(first)
@@ -209,7 +207,6 @@ def test_a_link_leads_to_all_parts(tmp_path: Path) -> None:
 
 
 def test_links_of_a_hub_cache_lead_to_all_parts(tmp_path: Path) -> None:
-    """Parts are found by the names of the links, not by those of the blobs."""
     made = write("llama", [gguf_cases.sets(split=12, model=None)], tmp_path / "m")
     links = tmp_path / "snapshot"
     links.mkdir()

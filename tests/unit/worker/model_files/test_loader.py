@@ -87,7 +87,6 @@ def test_an_unsupported_gguf_file_is_refused_in_one_line(tmp_path: Path, cache: 
 def test_unsuitable_folders_are_refused(
     tmp_path: Path, make: list[str], load_format: LoadFormat, expected: str
 ) -> None:
-    """The refusal names the folder and what is wrong with it."""
     for name in make:
         (tmp_path / name).touch()
     assert f"the folder {tmp_path} {expected}" in refusal(tmp_path, load_format=load_format)
@@ -150,7 +149,6 @@ def catalog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_fetch_makes_a_folder_once(catalog: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second call returns the same folder without making it again."""
     folder = loader.fetch("tiny", catalog)
     assert folder == catalog / "tiny"
     assert (folder / "session.py").is_file()
@@ -230,7 +228,6 @@ def test_fetches_that_cannot_work_are_refused(tmp_path: Path, catalog: Path) -> 
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """TRIPTYCH_CACHE wins over the user's cache folder."""
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
     assert loader.default_cache_dir() == tmp_path
     monkeypatch.delenv("TRIPTYCH_CACHE")
@@ -239,7 +236,6 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_catalog_imports_no_torch() -> None:
-    """The launcher fetches models and must stay small."""
     code = "import sys, worker_svc.model_files.loader; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"

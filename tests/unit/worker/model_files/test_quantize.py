@@ -191,7 +191,6 @@ def test_a_head_under_a_prefix_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_layers_with_other_names_stay(tmp_path: Path) -> None:
-    """Matrices that are no projections stay as they are, and the configuration says so."""
     names = (
         "model.layers.0.mlp.fc1",
         "model.layers.1.self_attn.dense",
@@ -212,7 +211,6 @@ def test_layers_with_other_names_stay(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command says what it made, and refuses in one line."""
     source, target = _model(tmp_path / "source"), tmp_path / "target"
     arguments = [str(source), "--out", str(target), "--scheme", "w4a16"]
     assert command.main([*arguments, "--group-size", "128"]) == 2

@@ -50,7 +50,6 @@ def test_the_scheme_is_read(tmp_path: Path, stored: Any, scheme: Scheme) -> None
 
 
 def test_models_that_do_not_stay_quantized(tmp_path: Path) -> None:
-    """A model without quantization, or with experts in MXFP4, has no schemes."""
     assert _read(tmp_path, None) is None
     assert _read(tmp_path, {"quant_method": "mxfp4"}) is None
 
@@ -64,7 +63,6 @@ def test_models_that_do_not_stay_quantized(tmp_path: Path) -> None:
     ],
 )
 def test_other_methods_are_refused(tmp_path: Path, config: dict[str, Any], method: str) -> None:
-    """Every method that is not served is refused by its name."""
     with pytest.raises(ConfigurationRefused) as refused:
         _read(tmp_path, config)
     assert refused.value.message == _by(method)
@@ -110,7 +108,6 @@ def test_layers_by_name(tmp_path: Path) -> None:
 
 
 def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
-    """AWQ names such modules by a part of their names."""
     config = quantization_config("awq", W4) | {"modules_to_not_convert": ["mlp.gate"]}
     found = _read(tmp_path, config)
     assert found is not None
@@ -144,13 +141,11 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
-    """What is not served is refused in one line that names it."""
     with pytest.raises(ConfigurationRefused, match=f"{reason}.*, which is not served; {WAY}"):
         _read(tmp_path, config)
 
 
 def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
-    """A configuration that lacks a field is refused with the field's name."""
     with pytest.raises(ConfigurationRefused, match=r"cannot be read \(KeyError\('bits'\)\); fetch it again"):
         _read(tmp_path, {"quant_method": "gptq"})
 

@@ -10,7 +10,6 @@ ROWS = 2050
 
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(4, None), Scheme(8, None), Scheme(8, 64)])
 def test_errors_are_less_than_without_clipping(scheme: Scheme) -> None:
-    """The squared error is less than with scales that hold the largest weights."""
     torch.manual_seed(0)
     weight = torch.randn(ROWS, 128).bfloat16()
     weight[3] = 0

@@ -180,7 +180,6 @@ def near_a_threshold(row: Row, processed: torch.Tensor) -> torch.Tensor:
 @scaled(max_examples=200)
 @given(batch=st.lists(rows(), min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_any_parameters_give_the_same_probabilities(batch: list[Row], seed: int) -> None:
-    """Logits are random, and each row of a batch has its own parameters."""
     compare(batch, logits_of(seed, len(batch)))
 
 

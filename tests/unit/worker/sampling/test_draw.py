@@ -58,7 +58,6 @@ def test_a_draw_is_its_definition(vocab: int) -> None:
 
 
 def test_a_sequence_seed_is_a_hash_of_both_numbers() -> None:
-    """It fits a signed word, for the largest seed too, and each number changes it."""
     golden = 0x9E3779B97F4A7C15
     for seed, sequence in ((0, 0), (1, 0), (0, 1), (2**64 - 1, 127)):
         word = sequence_seed(seed, sequence)
@@ -119,7 +118,6 @@ def test_a_redraw_under_a_mask_keeps_the_masked_distribution() -> None:
 
 
 def test_only_tokens_with_mass_are_drawn() -> None:
-    """One token of a block may have all the mass; a row without any gets token 0."""
     for vocab in (1, 3, 255, 256, 257, 1000):
         mass = torch.zeros(vocab, vocab, dtype=torch.int64).fill_diagonal_(1)
         assert draw(mass, torch.arange(vocab)).tolist() == list(range(vocab))

@@ -48,40 +48,10 @@ def some_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def test_greedy_takes_the_most_probable_token() -> None:
-    """Temperature 0 yields the argmax, whatever else is set."""
-    logits = some_logits(3)
-    samplings = [
-        complete_params(temperature=0.0, top_k=5, top_p=0.3, min_p=0.2, seed=seed) for seed in range(3)
-    ]
-    assert pick(logits, samplings) == logits.argmax(dim=-1).tolist()
-
-
-def test_greedy_only_step_needs_nothing() -> None:
-    """A step with only greedy rows needs no sampling, even with filters, and allocates no tables."""
-    state = make_state([request(0, complete_params(temperature=0.0, top_p=0.5))], VOCAB)
-    assert state.batch([0], [1]).needs.none
-    assert not hasattr(state, "counts")
-
-
 def test_top_k_keeps_ties() -> None:
     """Tokens as probable as the k-th are all kept, so their order does not matter."""
     logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
     assert set(draw_many(logits, complete_params(top_k=2), 1000).tolist()) == {0, 1, 2}
-
-
-def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
-    """A k above the vocabulary's size has no effect."""
-    assert set(draw_many(torch.zeros(4), complete_params(top_k=100), 1000).tolist()) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.4, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.999, 4)]
-)
-def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> None:
-    """For probabilities 0.5, 0.3, 0.15, 0.05, the nucleus is the shortest prefix with enough mass."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, complete_params(top_p=top_p), 2_000).tolist()) == set(range(kept))
 
 
 def test_a_flat_nucleus_is_found() -> None:
@@ -223,20 +193,7 @@ def test_captured_variants_draw_the_same_tokens() -> None:
         assert all(sample(state, each, *arguments)[0].tolist() == expected for each in covering)
 
 
-def test_seed_and_position_and_sequence_change_the_draw() -> None:
-    """Seed, position and sequence each change the random numbers."""
-    logits = torch.zeros(1, 10_000)
-
-    def one(seed: int, position: int, sequence: int) -> int:
-        state = make_state([request(0, complete_params(seed=seed), sequence=sequence)], 10_000)
-        return int(choose(state, logits, [position]))
-
-    drawn = [one(1, 0, 0), one(2, 0, 0), one(1, 1, 0), one(1, 0, 1), one(0, 0, 0)]
-    assert len(set(drawn)) == len(drawn)
-
-
 def test_a_row_without_an_allowed_token_reports_it() -> None:
-    """It reports -1 and does not affect its neighbours."""
     nothing = complete_params(seed=1, allowed_token_ids=(2,), bad_words=((2,),))
     logits = some_logits(3)
     reported = pick(logits, [nothing, changed(nothing, temperature=0.0), complete_params(temperature=0.0)])
@@ -251,7 +208,6 @@ def test_min_tokens_yields_where_only_an_end_token_is_allowed() -> None:
 
 
 def test_needs_are_the_union_of_the_rows() -> None:
-    """A step computes everything that any of its rows needs, at the largest width."""
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths = [17] * len(MIXED)
     assert state.batch([0], lengths).needs == SamplingOps(random=True)
@@ -283,19 +239,6 @@ def test_bans_end_with_min_tokens() -> None:
     assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
     admit(state, request(0, least, output=(5, 6, 7)))
     assert state.batch([0], [4] * 3).needs == SamplingOps(greedy=True)
-
-
-def test_logprobs_come_from_the_unfiltered_distribution() -> None:
-    """Rows that ask get log-probabilities and ranks from before temperature and filters."""
-    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    first, second = unpack_logprobs(compute_logprobs(logits, torch.tensor([2, 3])), [2, None])
-    expected = logits[0].log_softmax(-1)
-    assert second is None
-    assert first is not None
-    assert first.logprob == pytest.approx(float(expected[2]), abs=1e-6)
-    assert first.rank == 2
-    assert list(first.top_token_ids) == [1, 2]
-    assert list(first.top_logprobs) == pytest.approx([float(expected[1]), float(expected[2])], abs=1e-6)
 
 
 def test_logprobs_of_the_chosen_token_alone() -> None:

@@ -144,7 +144,6 @@ TestSlots = Slots.TestCase
 
 
 def test_steps_reuse_their_memory() -> None:
-    """Steps of any mix use the memory of the first step, at one of few widths."""
     mix = [
         complete_params(seed=1, top_p=0.9, top_k=20, min_p=0.01, presence_penalty=1.0, logit_bias={3: 1.0}, bad_words=((1, 2),)),
         complete_params(seed=2, allowed_token_ids=range(50), min_tokens=5),
@@ -164,7 +163,6 @@ def test_steps_reuse_their_memory() -> None:
 
 
 def test_absent_parameters_are_off() -> None:
-    """Only the temperature has a default that is not neutral: 1."""
     state = make_state([request(0, common_pb2.SamplingParams())], VOCAB)
     values = (
         state.parameters.temperature,
@@ -183,7 +181,6 @@ def test_absent_parameters_are_off() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 0.0])
 def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
-    """Division of logits by such a temperature gives infinities."""
     state = make_state([request(0, common_pb2.SamplingParams(temperature=temperature))], VOCAB)
     assert float(state.parameters.temperature[0]) == 0
     assert state.batch([0], [1]).needs == SamplingOps(greedy=True)
@@ -256,7 +253,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_tables_hold_the_largest_allowed_requests() -> None:
-    """A request with as many entries as allowed works."""
     vocab = MAX_BANS + 1 + MAX_BIASES
     words = tuple((1,) * (MAX_BAN_TOKENS - 1) + (token,) for token in range(MAX_BANS))
     sampling = complete_params(
@@ -293,7 +289,6 @@ def test_an_admission_makes_no_blocking_copy() -> None:
 
 
 def test_a_worker_can_meet_every_request_that_validation_accepts() -> None:
-    """The worker's tables are as wide as the limits in the schema."""
     assert 2 * gateway.schemas.sampling.MAX_BAD_WORDS <= limits.MAX_BAD_WORDS
     sampling = common_pb2.SamplingParams(
         logit_bias=dict.fromkeys(range(limits.MAX_LOGIT_BIASES), 1.0), min_tokens=5,

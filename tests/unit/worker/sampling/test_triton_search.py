@@ -67,7 +67,6 @@ def test_the_kth_weight_matches_the_histogram_search(vocab: int) -> None:
 
 
 def test_the_largest_weight_is_found() -> None:
-    """A weight of 1, which has the highest bits, can be the threshold."""
     weights = torch.tensor([[0.25, 1.0, 0.0]])
     expected, found = both(weights, (weights * ONE).long(), torch.ones(1, 1, dtype=torch.int64))
     assert found == expected == [0x3F800000]

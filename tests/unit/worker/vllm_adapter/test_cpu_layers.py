@@ -41,7 +41,6 @@ def test_layer_norms_of_a_model(layers: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gelu_of_a_model(layers: Any, dtype: torch.dtype) -> None:
-    """GELU takes contiguous tensors and others."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig()):

@@ -44,14 +44,12 @@ def layer(shares_with: str | None = None) -> Any:
 
 
 def test_states_travel_in_the_order_of_their_names() -> None:
-    """All have the size of hidden states, so they can be stacked."""
     stage = Stage(residual=(HIDDEN,), hidden_states=(HIDDEN,))
     assert names_of_states(stage, Config()) == ("hidden_states", "residual")
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (HIDDEN // 2,), ()])
 def test_states_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    """Gemma 4 passes inputs for each of its layers."""
     stage = Stage(hidden_states=(HIDDEN,), per_layer_inputs=shape)
     text = ", ".join(map(str, ("tokens", *shape)))
     with pytest.raises(ConfigurationRefused) as caught:
@@ -64,7 +62,6 @@ def test_states_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("here", ["first", "second"])
 def test_a_cache_shared_across_stages_is_refused(here: str) -> None:
-    """The owner's stage and the other one both refuse it."""
     layers = {"first": layer(), "second": layer(shares_with="first")}
     config = SimpleNamespace(model_config=Config())
     with pytest.raises(ConfigurationRefused, match=r"across stages \(second uses first's\); use --tensor"):

@@ -78,7 +78,6 @@ def test_deferred_names_are_the_real_ones_once_used(printed: list[str]) -> None:
 
 
 def test_a_function_compiles_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the block nothing compiles; each function does so once, with its options, when it is called."""
     compiled: list[tuple[str, dict[str, Any]]] = []
 
     def compile_now(function: Callable[[int], int], **options: Any) -> Callable[[int], int]:
@@ -130,7 +129,6 @@ def test_all_variables_that_the_patches_set_are_set_at_once() -> None:
 
 @pytest.mark.parametrize("name", startup._OTHER_PATCHES)
 def test_patches_of_something_else_are_not_deferred(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may act long before something compiles, if it ever does."""
     monkeypatch.setenv(name, "1")
     for module in (startup._PATCHES, startup.COMPILER):
         monkeypatch.delitem(sys.modules, module, raising=False)

@@ -43,7 +43,6 @@ def test_products_equal_float64(kernels: Kernels, outputs: int, inputs: int, gro
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [64, 576])
 def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels, bits: int, group: int) -> None:
-    """A row of a product has the same bits alone and among others."""
     weights = _weights(192, 576, group, bits)
     packed, factor = kernels.pack_codes(weights.codes, weights.scales, bits)
     x = torch.randn(128, 576).bfloat16()

@@ -14,7 +14,6 @@ from worker_svc.devices.rbln.device import BITS_VARIABLE, NpuProducts
     ("inputs", "groups", "expected"), [(256, 2, 4), (256, 4, 4), (256, 1, 1), (128, 1, 1)]
 )
 def test_a_group_of_128_is_two_of_64(inputs: int, groups: int, expected: int) -> None:
-    """Scales of such groups are repeated, others are not, and products stay the same."""
     torch.manual_seed(0)
     codes = torch.randint(0, 16, (5, inputs), dtype=torch.uint8)
     weights = QuantizedWeights(codes, torch.rand(5, groups), 4)
@@ -30,14 +29,12 @@ def test_a_group_of_128_is_two_of_64(inputs: int, groups: int, expected: int) ->
 
 
 def test_the_compiler_is_told_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads them from its variable."""
     monkeypatch.setenv(BITS_VARIABLE, "none")
     NpuProducts().check({4}, {64, 128})
     assert os.environ[BITS_VARIABLE] == "4"
 
 
 def test_what_the_compiler_does_not_take_is_refused() -> None:
-    """Mixed bits and other groups are refused in one line."""
     with pytest.raises(ConfigurationRefused) as refused:
         NpuProducts().check({8, 4}, {64, None})
     assert refused.value.message == (

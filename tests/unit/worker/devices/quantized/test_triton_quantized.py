@@ -40,7 +40,6 @@ def test_long_rows(rows: int, outputs: int, inputs: int, groups: int, bits: int)
 
 @pytest.mark.parametrize("rows", [2, pytest.param(33, marks=pytest.mark.slow)])
 def test_many_outputs(rows: int) -> None:
-    """A program has more outputs, and the last one's are not all there."""
     _compare(rows, 8200, 192, 3, 4)
 
 
@@ -88,7 +87,6 @@ def test_the_layout_and_type_of_activations(rows: int) -> None:
 @pytest.mark.skipif(not ON_GPU, reason="the operator runs on GPUs alone")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_operator_is_captured(rows: int) -> None:
-    """A captured product follows its input, in both kernels."""
     layer = TritonProducts().layer(_weights(48, 256, 4, 4), DTYPE, wide=False)
     x = torch.randn(rows, 256, device=DEVICE).to(DTYPE)
     expected = layer(x, None)
