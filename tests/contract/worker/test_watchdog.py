@@ -140,6 +140,7 @@ async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:
         assert any("failing_process.py" in line for line in log)
 
 
+@pytest.mark.slow
 async def test_a_hung_configuration_ends_the_process() -> None:
     async with started("configuration", "--configure-hang-timeout-s", "0.5") as worker:
         call = worker.stub.Configure(SIZES)

@@ -13,6 +13,7 @@ from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),  # importing transformers and PEFT
 ]
@@ -70,7 +71,6 @@ def test_preempted_requests_keep_their_adapters(adapted: Adapted, tmp_path: Path
         assert running.count("triptych:preemptions_total") > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_every_layout_equals_peft(adapted: Adapted, tmp_path: Path, tensor: int, pipeline: int) -> None:
     """Three adapters take turns in two slots, on host and device; prefixes of one serve no other."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.pooling import tiny_classifiers, tiny_embedders
-from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, words_of
+from tests.support.pooling.pool_process import Job, Result, flat, run, run_jobs, words_of
 from tests.support.rbln.fake_environment import environment
 
 pytestmark = [
@@ -56,14 +56,13 @@ def job(folder: Path, kind: str, form: tuple[str, ...]) -> Job:
 
 @pytest.fixture(scope="module")
 def first(folder: Path) -> First:
-    """Returns the starts of a kind without generated code, by flags; one process runs all quick kinds."""
+    """Returns the starts of a kind without generated code, by flags."""
     found: Starts = {}
 
     def of(kind: str) -> dict[tuple[str, ...], Result]:
-        if (kind, EAGER) not in found:
-            group = [each for each in KINDS if (each in QUICK) == (kind in QUICK)]
-            keys = [(each, form) for each in group for form in (EAGER, STRICT)]
-            found.update(zip(keys, run_jobs([job(folder, *key) for key in keys], environment()), strict=True))
+        for form in (EAGER, STRICT):
+            if (kind, form) not in found:
+                found[kind, form] = run(job(folder, kind, form))
         return {form: found[kind, form] for form in (EAGER, STRICT)}
 
     return of

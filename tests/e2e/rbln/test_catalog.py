@@ -13,6 +13,7 @@ from worker_svc.graphs.compile_cache import CompileCache
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]
@@ -43,7 +44,6 @@ def test_the_code_is_one_entry(catalog: Path) -> None:
     assert sum(name.endswith(".rbln") for name in manifest.files) == 6
 
 
-@pytest.mark.slow
 def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
     """The command counts what the compiler added to the entry, and says so."""
     count, output = compile_blindly(model, catalog, *SIZES, **KV)
@@ -51,7 +51,6 @@ def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
     assert "compiled_nothing" in output
 
 
-@pytest.mark.slow
 def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: Path) -> None:
     """The entry's key fits, but the compiler compiles again: a warning has the number."""
     count, output = compile_blindly(model, catalog, *SIZES, **KV, FAKE_RBLN_VERSION="0.12.1")
@@ -59,7 +58,6 @@ def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: P
     assert f"compiled={count}" in output.split("compiled_despite_entry")[1]
 
 
-@pytest.mark.slow
 async def test_a_worker_with_an_npu_takes_the_code(model: Path, catalog: Path, tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         async with run_scheduler(load(Settings, [*SIZES])) as scheduler:

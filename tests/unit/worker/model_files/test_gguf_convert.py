@@ -21,28 +21,15 @@ from tests.support.checkpoints import gguf_cases
 from tests.support.checkpoints.cases import Case
 from tests.support.checkpoints.gguf_cases import V, ggml, put, vocabulary, without, write
 from tests.support.paths import ROOT
-from worker_svc.model_files import gguf_convert, loader
+from worker_svc.model_files import loader
 from worker_svc.quantized import codes
 from worker_svc.quantized.checkpoint_config import read
+
+pytestmark = pytest.mark.usefixtures("cache", "in_process")
 
 ROOM_KIB = 1 << 20
 """Of addresses, for a converter; its packages need a part."""
 TOKENS = {token: i for i, token in enumerate(vocabulary())}
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Converts in the test's process, because another one imports torch for seconds; an empty cache."""
-
-    def convert(source: Path, folder: Path) -> None:
-        folder.mkdir()
-        try:
-            gguf_convert.convert(source, folder)
-        except ValueError as error:
-            raise ConfigurationRefused(f"cannot convert {source}: {error}") from error
-
-    monkeypatch.setattr(loader, "_convert", convert)
-    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
 
 
 def convert(folder: Path, *changes: gguf_cases.Change, family: str = "llama") -> Path:

@@ -20,12 +20,7 @@ from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import LoadFormat
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty model cache."""
-    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def refusal(model: Path | str, **options: Any) -> str:
@@ -36,6 +31,7 @@ def refusal(model: Path | str, **options: Any) -> str:
     return caught.value.message
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_gguf_file_is_converted_once(
     tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,9 +49,10 @@ def test_a_gguf_file_is_converted_once(
     assert capfd.readouterr().err == ""  # nothing was converted
     write("llama", [], tmp_path)
     assert loader.resolve(str(file)) == folder
-    assert "converting tiny.gguf" in capfd.readouterr().err
+    assert "is ready" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("in_process")
 def test_safetensors_come_before_gguf(tmp_path: Path) -> None:
     """In a folder with both, GGUF is used only if --load-format says so; without safetensors it is used."""
     write("llama", [], tmp_path)
