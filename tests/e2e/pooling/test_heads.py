@@ -13,9 +13,6 @@ from protos.steps import PoolShape
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.in_process import load_model, make_runner, pool
 from worker_svc.devices import open_device
-from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.program import Program
-from worker_svc.graphs.replay import KernelGraph
 from worker_svc.pooling import PoolRunner
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes import PoolingDescription
@@ -93,19 +90,6 @@ def test_results_equal_those_of_transformers(kind: tiny_classifiers.Kind, tmp_pa
         ):
             assert found.shape == wanted.shape
             assert (found - wanted).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3"])
-def test_heads_of_32_elements_run_in_our_kernel(kind: tiny_classifiers.Kind, tmp_path: Path) -> None:
-    """Attention in both directions, within a window and causal with grouped heads; the tests above use it."""
-    if ops.kernels() is None:
-        pytest.skip("this processor has no kernels of ours")
-    tiny_classifiers.write(kind, tmp_path)
-    (graph,) = runner_of(load_model(tmp_path)).graphs._graphs.values()
-    assert isinstance(graph, KernelGraph)
-    attention = [kernel.run for kernel in graph._kernels if kernel.layers]
-    assert attention
-    assert all(isinstance(run, Program) for run in attention)
 
 
 def test_a_model_that_generates_becomes_a_reranker(tmp_path: Path) -> None:

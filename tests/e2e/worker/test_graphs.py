@@ -12,9 +12,6 @@ from tests.support.sampling_params import sampling_params
 from tests.support.tiny_models import write
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.devices.cpu.kernels.ops import product_kernels
-from worker_svc.devices.cpu.kernels.program import Program
-from worker_svc.graphs.replay import KernelGraph
 from worker_svc.model_files.loader import fetch
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype
@@ -33,19 +30,6 @@ CASES = [
     pytest.param("gemma3-270m", "float32", "paged", marks=pytest.mark.slow),
     pytest.param("gemma3-270m", "bfloat16", "in_place", marks=pytest.mark.slow),
 ]
-
-
-def test_a_step_of_gemma_is_three_calls(tmp_path: Path) -> None:
-    """All kernels after the scaled embedding are one program, the copies before norms included."""
-    if product_kernels(torch.bfloat16) is None:
-        pytest.skip("our kernels do not run such products here")
-    harness = Harness(load(write("gemma3", tmp_path), "bfloat16"), max_num_seqs=1, decode_buckets=(1,))
-    graphs = list(harness.runner.graphs._graphs.values())
-    assert len(graphs) == 2
-    for graph in graphs:
-        assert isinstance(graph, KernelGraph)
-        assert "aten::clone" in graph.operators
-        assert [isinstance(call.run, Program) for call in graph._fused] == [False, False, True]
 
 
 def run(folder: Path, dtype: Dtype, windows: str, backend: Backend, *, garbage: bool) -> list[str]:

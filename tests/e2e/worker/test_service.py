@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
 PARIS = [7042, 30]
-LONG = list(range(1000, 1128))  # exactly one block and one chunk
 SIZES = worker_pb2.ConfigureRequest(
     max_model_len=512, max_num_seqs=4, chunk=128, block_size=128, decode_buckets=[1, 2, 4], num_blocks=[20]
 )
@@ -119,12 +118,6 @@ def admission(
     )  # fmt: skip
 
 
-async def read(steps: Steps) -> worker_pb2.StepResult:
-    result = await steps.read()
-    assert isinstance(result, worker_pb2.StepResult)
-    return result
-
-
 def decode(slot: int, **fields: int) -> worker_pb2.Decode:
     return worker_pb2.Decode(slots=[slot], bucket=1, **fields)
 
@@ -213,26 +206,6 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
     assert tokens(await run(steps, step=3, release=[1])) == {}
 
 
-async def test_steps_run_in_a_row(steps: Steps) -> None:
-    """A plan of several steps gives the tokens of single plans, as many steps to a result as it asks for."""
-    await run(steps, step=1, admit=[admission(1, PROMPT, [3])], prefill=prefill(1, 0, 5))
-    apart = [tokens(await run(steps, step=2 + at, decode=decode(1)))[1][0] for at in range(5)]
-    await run(steps, step=8, release=[1], admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
-    await steps.write(worker_pb2.StepPlan(step=9, decode=decode(2, steps=5, steps_per_result=2)))
-    results = [await read(steps) for _ in range(3)]
-    assert [(result.num_steps, result.last) for result in results] == [(2, False), (2, False), (1, True)]
-    assert [token for result in results for token in result.token_ids] == apart
-
-
-async def test_a_bad_plan_fails_alone(steps: Steps) -> None:
-    """A bad step gets a typed error, and the next one runs."""
-    result = await run(steps, step=1, decode=decode(2))
-    assert result.error.code == common_pb2.ERROR_CODE_INTERNAL
-    assert "slot 2" in result.error.message
-    result = await run(steps, step=2, admit=[admission(2, PROMPT, [3])], prefill=prefill(2, 0, 5))
-    assert tokens(result) == {2: PARIS[:1]}
-
-
 async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
     """A new stream starts with free slots, even after a cancelled one; a second open stream is refused."""
     await configure(stub, SIZES)
@@ -250,29 +223,6 @@ async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.Worke
                 result = await run(other, step=1, admit=[admission(0, PROMPT, [3])], prefill=prefill(0, 0, 5))
     assert tokens(result) == {0: PARIS[:1]}
     await other.done_writing()
-
-
-async def test_a_copied_block_equals_a_computed_one(steps: Steps) -> None:
-    """A request that resumes after a copy of another's first block samples the same token."""
-    prompt = [*LONG, *PROMPT]
-    admit = [admission(0, prompt, [3, 4])]
-    first = worker_pb2.Prefill(slot=0, start=0, num_tokens=128)
-    await run(steps, step=1, admit=admit, prefill=first)
-    expected = tokens(await run(steps, step=2, prefill=prefill(0, 128, 5)))[0]
-    copies = [worker_pb2.BlockCopy(group_id=0, source_block=3, target_block=7, num_tokens=128)]
-    result = await run(
-        steps,
-        step=3,
-        copies=copies,
-        admit=[admission(1, prompt, [7, 8], computed=128)],
-        prefill=prefill(1, 128, 5),
-    )
-    assert tokens(result) == {1: expected}
-    # The copy matters: a block that was never written gives another token.
-    result = await run(
-        steps, step=4, admit=[admission(2, prompt, [12, 9], computed=128)], prefill=prefill(2, 128, 5)
-    )
-    assert tokens(result) != {2: expected}
 
 
 async def test_grammars_compile_while_steps_go_on(

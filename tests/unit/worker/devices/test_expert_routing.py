@@ -48,12 +48,6 @@ def test_each_rule_equals_its_description(
     )
 
 
-def test_the_bias_changes_the_choice() -> None:
-    logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(3))
-    chosen = [Routing(2, "softmax", True, bias=bias).choose(logits)[1].sort().values for bias in (None, BIAS)]
-    assert not torch.equal(*chosen)
-
-
 def test_scores_that_underflow_give_zeros() -> None:
     """A token without any affinity gets no expert's output, instead of NaN."""
     assert torch.equal(

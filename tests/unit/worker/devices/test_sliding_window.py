@@ -161,25 +161,6 @@ def test_rows_are_independent(softcap: float) -> None:
                 assert torch.equal(block, together[row][1])
 
 
-def test_chunks_may_be_resumed_from_a_copy() -> None:
-    """A copy of a block at a chunk's edge continues the sequence with the same bits."""
-    checker = Checker()
-    sequence = checker.admit(1)
-    checker.step([sequence], [5], 5)
-    checker.step([sequence], [5], 5)
-    kept = History(2, list(sequence.keys), list(sequence.values))
-    checker.cache[2] = checker.cache[1]
-    state = checker._generator.get_state()
-    first = [
-        checker.step([sequence], [5], 5),
-        checker.step([sequence], [2], 5),
-        checker.step([sequence], [1], 1),
-    ]
-    checker._generator.set_state(state)
-    again = [checker.step([kept], [5], 5), checker.step([kept], [2], 5), checker.step([kept], [1], 1)]
-    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
-
-
 def test_shapes_do_not_depend_on_lengths() -> None:
     shapes = set()
     for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
