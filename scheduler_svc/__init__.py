@@ -2,7 +2,7 @@
 
 Owns every KV block and every batch, computes with integers only, never imports torch.
 
-Rooms from the top down: `api`, `workers`, `dispatch`, `replica`, `policy`, `requests`, `kv`,
+Rooms from the top down: `api`, `workers`, `engine`, `replica`, `policy`, `requests`, `kv`,
 `shapes`. A room imports only rooms below it. `__main__` composes the service, `settings` holds its flags, and
 `metrics` renders what `/metrics` shows.
 """

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.certificate_metrics import CertificateDays
-from scheduler_svc.dispatch.load import Load, Totals
-from scheduler_svc.dispatch.request_timeouts import Timeout
+from scheduler_svc.engine.load import Load, Totals
+from scheduler_svc.engine.request_timeouts import Timeout
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.tenants import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution

@@ -37,7 +37,7 @@ from scheduler_svc.api.messages import (
     pooled_to_proto,
     submission_from_proto,
 )
-from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.engine.engine import Engine
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event

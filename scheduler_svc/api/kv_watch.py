@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from protos.errors import Unavailable
 from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.dispatch.prefix_control import KvChange
+from scheduler_svc.engine.prefix_control import KvChange
 from scheduler_svc.kv.events import Batch, KvEvent, Removed, Stored
 
 # Most unread batches of a watcher.
@@ -26,7 +26,7 @@ def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterato
     batch.
 
     Args:
-        follow: :meth:`scheduler_svc.dispatch.prefix_control.PrefixControl.follow`.
+        follow: :meth:`scheduler_svc.engine.prefix_control.PrefixControl.follow`.
         max_behind: most unread batches. Beyond it, the iterator raises :class:`protos.errors.Unavailable`.
     """
     # None follows the last change of a watcher that is cut off.

@@ -12,7 +12,7 @@ from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.load import Load, ReplicaLoad
+from scheduler_svc.engine.load import Load, ReplicaLoad
 from scheduler_svc.requests.admission import Resumed, Submission
 from scheduler_svc.requests.pooled_model import MOST_VALUES
 from scheduler_svc.requests.request import Event, TokenColumns

@@ -5,6 +5,6 @@ compose `slots` (requests with a slot), `decode_batch` (those that decode), `pla
 the worker, and plans without a result), `suspects` (requests that may have killed a worker), `shared_prefill`
 (requests that wait for a prefix another one computes), `outputs` (from results to events) and `stats`.
 `pooling` decides the batches of a pooling model. Plans and results are types of `protos.steps`. Synchronous
-and free of I/O. Imported by `dispatch`, `workers` and the metrics. Imports `kv`, `adapters`, `policy`,
+and free of I/O. Imported by `engine`, `workers` and the metrics. Imports `kv`, `adapters`, `policy`,
 `requests` and `shapes`.
 """

@@ -5,5 +5,5 @@ to their end: `configure` configures all, and `step_loop` steps rank 0. `grammar
 `adapter_loader` call workers for requests; `step_budget`, `progress` and `losses` detect hung, stalled and
 broken workers. `deployment` joins settings, engine and replicas; `replicas` sets up generating and pooling
 replicas from their `descriptions`, and `model_files` holds the served model. Imported by `api`, `metrics`
-and `__main__`; imports `settings`, `dispatch` and the rooms below.
+and `__main__`; imports `settings`, `engine` and the rooms below.
 """

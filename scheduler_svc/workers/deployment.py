@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.service.logs import get_logger
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.load import Load, ReplicaLoad, Totals
-from scheduler_svc.dispatch.request_timeouts import RequestTimeouts
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.load import Load, ReplicaLoad, Totals
+from scheduler_svc.engine.request_timeouts import RequestTimeouts
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings

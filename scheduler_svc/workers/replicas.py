@@ -14,8 +14,8 @@ from protos.triptych.v1 import worker_pb2
 from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.registry import name_and_path
 from scheduler_svc.adapters.seats import AdapterSeats
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica, LoadAdapter
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica, LoadAdapter
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder

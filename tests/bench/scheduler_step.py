@@ -34,8 +34,8 @@ from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, GroupKind, Prefill, StepResult
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.events import ConnectEncoder, EventBuffer
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns

@@ -9,8 +9,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
-from scheduler_svc.dispatch import grammar_queue
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine import grammar_queue
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler

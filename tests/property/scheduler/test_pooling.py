@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from protos.errors import ContextExceeded, Internal
 from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.suspects import Loss

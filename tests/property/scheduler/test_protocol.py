@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.errors import InvalidArgument
 from protos.limits import SAMPLING
 from protos.steps import GroupKind
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns

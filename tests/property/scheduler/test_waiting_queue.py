@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_svc.dispatch.waiting import WaitingQueue
+from scheduler_svc.engine.waiting import WaitingQueue
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import Request
 from tests.support.property_settings import machine

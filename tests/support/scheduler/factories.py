@@ -12,9 +12,9 @@ from protos.steps import GroupKind, PoolShape, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.adapters.seats import AdapterSeats
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
-from scheduler_svc.dispatch.waiting import WaitingQueue
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
+from scheduler_svc.engine.waiting import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.kv.sequence import SequenceKv

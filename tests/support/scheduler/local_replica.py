@@ -7,8 +7,8 @@ from dataclasses import replace
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import GroupKind, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.policy.rules import Turns

@@ -23,7 +23,7 @@ from protos.triptych.v1 import (
 )
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
-from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.engine.engine import Engine
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.replicas import make_engine

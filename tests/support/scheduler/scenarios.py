@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
-from scheduler_svc.dispatch.placement import AttachedReplica, Placer
+from scheduler_svc.engine.placement import AttachedReplica, Placer
 from scheduler_svc.requests.request import Request
 from scheduler_svc.settings import Settings
 from scheduler_svc.simulation.requests import SimulatedRequest

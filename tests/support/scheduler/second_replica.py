@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from protos.errors import Internal, TriptychError
 from protos.steps import StepResult
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler

@@ -11,7 +11,7 @@ from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode
 from protos.triptych.v1 import worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings

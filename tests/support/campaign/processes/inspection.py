@@ -54,7 +54,7 @@ def resident_mib(pid: int) -> float:
 
 def _watch_scheduler() -> Callable[[], dict[str, Any]]:
     """Finds the engine when it is made; returns what reads it."""
-    from scheduler_svc.dispatch.engine import Engine
+    from scheduler_svc.engine.engine import Engine
     from scheduler_svc.workers import replicas
 
     engines: list[Engine] = []

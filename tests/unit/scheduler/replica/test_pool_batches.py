@@ -6,8 +6,8 @@ import pytest
 
 from protos.steps import Pool as PoolWork
 from protos.steps import PoolShape, SlotOutput, StepResult
-from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.pooling import PoolScheduler, choose_batch
 from scheduler_svc.requests.trace import TraceContext

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
-from scheduler_svc.dispatch.grammar_queue import GrammarQueue
+from scheduler_svc.engine.grammar_queue import GrammarQueue
 from scheduler_svc.policy.order import ArrivalQueue, PriorityFairOrder
 from scheduler_svc.policy.tenants import Tenants
 from scheduler_svc.replica.pooling import PoolScheduler

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from scheduler_svc.adapters.registry import Adapter, LoadAnswer
-from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
+from scheduler_svc.engine.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.learned_times import LinearTime
 from scheduler_svc.policy.rules import below_share, outranks
 from scheduler_svc.replica.pooling import PoolScheduler

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from scheduler_svc.dispatch.waiting import MOST_PASSED
+from scheduler_svc.engine.waiting import MOST_PASSED
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
 from scheduler_svc.policy.tenants import Tenants
 from scheduler_svc.requests.request import Request

@@ -10,7 +10,7 @@ from functools import partial
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.service.logs import get_logger
 from scheduler_svc.adapters.registry import Adapter, AdapterRegistry, LoadedAdapter
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.requests.request import Request, RequestState
 
 Outcome = Callable[[Adapter | TriptychError], None]

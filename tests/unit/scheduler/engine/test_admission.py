@@ -16,7 +16,7 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from scheduler_svc.dispatch.placement import Placer
+from scheduler_svc.engine.placement import Placer
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Request

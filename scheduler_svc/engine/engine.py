@@ -12,11 +12,11 @@ from typing import Final
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
 from protos.service.logs import get_logger
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.adapter_control import AdapterControl
-from scheduler_svc.dispatch.load import Load, ReplicaLoad, Totals, totals_of
-from scheduler_svc.dispatch.placement import AttachedReplica, Placer
-from scheduler_svc.dispatch.prefix_control import PrefixControl
-from scheduler_svc.dispatch.waiting import Capacity, LiveRequests, Queues
+from scheduler_svc.engine.adapter_control import AdapterControl
+from scheduler_svc.engine.load import Load, ReplicaLoad, Totals, totals_of
+from scheduler_svc.engine.placement import AttachedReplica, Placer
+from scheduler_svc.engine.prefix_control import PrefixControl
+from scheduler_svc.engine.waiting import Capacity, LiveRequests, Queues
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from protos.errors import TimedOut
-from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
+from scheduler_svc.engine.request_timeouts import RequestTimeouts, Timeout
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Resumed
 from scheduler_svc.requests.request import Request

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.events import Batch
 from scheduler_svc.kv.sequence import HashChain
 

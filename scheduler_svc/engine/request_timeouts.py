@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from protos.errors import TimedOut
 from protos.service.logs import get_logger
-from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.engine.engine import Engine
 from scheduler_svc.requests.request import Request, SequenceGroup
 
 # A request fails at most a tenth of its limit late, and at most five seconds.
