@@ -21,6 +21,21 @@ def test_arrival_order_ignores_priority_and_tenant() -> None:
     assert take_all(queue_of(*reversed(requests), order=ArrivalOrder())) == requests
 
 
+@pytest.mark.parametrize("order", [ArrivalOrder, PriorityFairOrder])
+def test_a_request_that_returns_keeps_its_place(order: type[PriorityFairOrder]) -> None:
+    """A preempted request stays before later arrivals, even after several preemptions."""
+    old, new = make_request(), make_request()
+    queue = queue_of(old, new, order=order())
+    for _ in range(3):
+        assert queue.peek(0.0) is old
+        assert queue.remove(old)
+        assert old not in queue
+        assert queue.peek(0.0) is new
+        queue.add(old)
+    assert queue.peek(0.0) is old
+    assert len(queue) == 2
+
+
 def test_idling_earns_no_credit() -> None:
     """A tenant that returns is level with the least served tenant, not ahead of it."""
     queue = queue_of(*(busy := [make_request(tenant="busy") for _ in range(3)]))

@@ -149,6 +149,14 @@ def test_n_is_bounded_by_slots_queue_and_tokens() -> None:
     rig.submit(make_submission(PROMPT, n=3))
 
 
+def test_one_sequence_asks_for_prompt_log_probabilities() -> None:
+    """The one that computes the prompt."""
+    rig = make_rig()
+    rig.submit(make_submission(PROMPT, n=3, sampling=make_sampling(prompt_logprobs=1)))
+    admitted = [admission for plan in rig.run() for admission in plan.admit]
+    assert [one.sampling.HasField("prompt_logprobs") for one in admitted] == [True, False, False]
+
+
 @pytest.mark.parametrize("preempted_at", [None, 1, 2, 3])
 def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> None:
     """A preempted request computes them again, but the client gets each once, before the first token."""

@@ -3,9 +3,11 @@
 import pytest
 
 from protos.errors import Internal
-from protos.steps import Decode, Prefill, StepPlan, StepResult
+from protos.steps import Decode, GroupKind, Prefill, StepPlan, StepResult
 from scheduler_svc.requests.sampling import FinishReason
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
+    FULL,
     expected_tokens,
     make_rig,
     make_shapes,
@@ -128,6 +130,26 @@ def test_an_abort_while_the_step_runs_gives_no_more_tokens() -> None:
     (released,) = rig.step()
     assert released.release == (0,)
     assert not rig.device.slots
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
+    """A window to keep is not found, and a request that was to resume from a copy computes its prompt."""
+    rig = make_rig(make_shapes(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
+    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
+    rig.run()
+    other = rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
+    resumed = rig.submit(make_submission([*range(20, 32), 40, 41], request_id="resumed"))
+    plan = rig.scheduler.next_plan()
+    assert plan is not None
+    assert {copy.group_id for copy in plan.copies} == {0, 1}
+    if reached:
+        rig.device.run(plan)
+    rig.scheduler.update(StepResult(plan.step, error=Internal("device fault")))
+    rig.run()
+    assert other.tokens == expected_tokens([3, 4, 5], 1)
+    assert resumed.tokens == expected_tokens([*range(20, 32), 40, 41], 8)
+    rig.scheduler.kv.check_integrity()
 
 
 def test_a_result_for_another_step_is_refused() -> None:
