@@ -199,3 +199,17 @@ def test_an_adapter_that_cannot_be_loaded_again_fails_its_requests(
     submit(rig, "again", "a")
     rig.run()
     check(rig, "again", "a")
+
+
+def test_a_name_is_loaded_once_at_a_time() -> None:
+    """A second load of the name is refused until the first has ended; then the name is taken."""
+    rig = adapter_rig()
+    loaded: list[Adapter | TriptychError] = []
+    rig.engine.adapters.load("a", "a", in_place=False, done=loaded.append)
+    for in_place in (False, True):
+        with pytest.raises(InvalidArgument, match="an adapter 'a' is being loaded; wait for it"):
+            rig.load_adapter("a", in_place=in_place)
+    rig.answer_loads()
+    assert [one.name for one in loaded if isinstance(one, Adapter)] == ["a"]
+    with pytest.raises(InvalidArgument, match="is loaded; unload it first"):
+        rig.load_adapter("a")
