@@ -23,13 +23,14 @@ from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from protos.steps import Decode, StepResult
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.settings import Settings as SchedulerSettings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.workers.descriptions import configured_description, description_from_proto
-from scheduler_svc.workers.replicas import GeneratingReplicas, WorkerLink, make_engine
+from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
 from worker_svc.api.convert import description_to_proto, ready_to_proto, shapes_from_proto
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
@@ -185,10 +186,9 @@ class _Parity:
         ready = ready_to_proto(configured, 0.0).ready
         description = configured_description(description, [ready])
         self._copies_blocks = description.copies_blocks
-        none: Any = lambda *_: None  # noqa: E731
-        link = WorkerLink(none, none, none, none, none, lambda: False)
+        connect = partial(AttachedReplica, wake=lambda: None)
         memory = setup.make_memory(description, tuple(ready.num_blocks))
-        self._scheduler = setup.attach(description, memory, "", link)
+        self._scheduler = setup.attach(description, memory, "", connect)
 
     def _generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = _STEPS) -> list[Answer]:
         """Answers all prompts greedily at the same time."""

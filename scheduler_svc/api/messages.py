@@ -198,7 +198,7 @@ def _replica_to_proto(replica: ReplicaLoad) -> inference_pb2.ReplicaLoad:
     return inference_pb2.ReplicaLoad(
         replica_id=replica.replica_id,
         state=inference_pb2.REPLICA_STATE_READY if is_ready else inference_pb2.REPLICA_STATE_CONFIGURING,
-        detail=replica.starting,
+        detail=replica.starting or "",
         num_running=replica.num_running,
         kv_usage=replica.kv_usage,
     )

@@ -4,12 +4,14 @@ import heapq
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused, Internal, Overloaded, TriptychError
 from protos.service.logs import get_logger
 from protos.steps import GroupKind
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.settings import Settings
@@ -20,7 +22,7 @@ from scheduler_svc.simulation.requests import VOCAB_SIZE, PromptMaker, Simulated
 from scheduler_svc.simulation.step_times import StepTimes
 from scheduler_svc.simulation.worker import VirtualWorker
 from scheduler_svc.workers.descriptions import WorkerDescription
-from scheduler_svc.workers.replicas import GeneratingReplicas, WorkerLink, make_engine
+from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
 
 _MODEL: Final = "simulated"
 _SAMPLES: Final = 2000
@@ -94,13 +96,9 @@ class Simulation:
             most = sum(length // block_size + 2 for length in lengths)
             blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
             worker = VirtualWorker(each, lambda: self.now, self.engine.dispatch)
-            link = WorkerLink(
-                wake=self._waker(index, worker),
-                compile_grammar=_unused, withdraw_grammar=_unused,
-                load_adapter=_unused, unload_adapter=_unused, failing=lambda: False,
-            )  # fmt: skip
+            connect = partial(AttachedReplica, wake=self._waker(index, worker))
             worker.scheduler = setup.attach(
-                description, setup.make_memory(description, (blocks,)), _MODEL, link
+                description, setup.make_memory(description, (blocks,)), _MODEL, connect
             )
             self.workers.append(worker)
 
@@ -239,7 +237,3 @@ def _description(times: StepTimes, max_context: int) -> WorkerDescription:
         max_lease_steps=unlimited, packs_texts=False, max_logprobs=0,
         sampling_fields=frozenset(), lora=None, copies_blocks=True, chunk_starts=times.chunk_starts,
     )  # fmt: skip
-
-
-def _unused(*_: object) -> None:
-    raise AssertionError("simulated requests have neither a grammar nor an adapter")

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from protos.errors import ConfigurationRefused, Unavailable
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable
 from protos.service.logs import get_logger
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.load import Load, ReplicaLoad, Totals
 from scheduler_svc.engine.request_timeouts import RequestTimeouts
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.workers.descriptions import WorkerDescription, differing_fact
@@ -20,10 +22,10 @@ from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedModel, describe_served
 from scheduler_svc.workers.progress import Stall
 from scheduler_svc.workers.replicas import (
+    Connect,
     GeneratingReplicas,
     PoolingReplicas,
     ReplicaSetup,
-    WorkerLink,
     make_engine,
 )
 from scheduler_svc.workers.step_loop import StepScheduler
@@ -107,7 +109,7 @@ class Deployment:
         setup: ReplicaSetup,
         memory: KvCache | None,
         files: Mapping[str, bytes],
-        link: WorkerLink,
+        connect: Connect,
     ) -> StepScheduler:
         """Adds a configured worker as a replica and returns its scheduler; the first fixes the served model.
 
@@ -122,7 +124,7 @@ class Deployment:
             weights_digest=description.weights_digest,
         )
         self._check_same_model(served, replica_id)
-        scheduler = setup.attach(description, memory, served.name, link)
+        scheduler = setup.attach(description, memory, served.name, connect)
         if self.served is None:
             self.served = served
         elif not self.served.weights_digest:
@@ -160,6 +162,16 @@ class Deployment:
         if self._oversized is not None:
             self._oversized.cancel()
         self._oversized = call_later(wait_s, self._fail_oversized)
+
+    def grammar_answered(self, replica_id: str, grammar: Grammar, outcome: float | TriptychError) -> None:
+        """Notes the seconds of a grammar's compilation, or the reason of its failure."""
+        if isinstance(outcome, TriptychError):
+            self.engine.grammar_refused(replica_id, grammar, outcome)
+            return
+        replica = self.engine.replicas.get(replica_id)
+        if replica is not None and isinstance(replica.scheduler, ReplicaScheduler):
+            replica.scheduler.stats.grammar_compile_s.observe(outcome)
+        self.engine.grammar_compiled(replica_id, grammar)
 
     def stalled(self, replica_id: str, stall: Stall | None) -> None:
         """Notes a stall of a replica, or None after its recovery."""

@@ -12,6 +12,7 @@ from protos.service.channels import LinkSecurity
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.adapter_loader import AdapterLoader
 from scheduler_svc.workers.configure import Configurator
@@ -20,7 +21,7 @@ from scheduler_svc.workers.grammar_compiler import GrammarCompiler
 from scheduler_svc.workers.losses import FailedTooOften
 from scheduler_svc.workers.progress import ProgressWatch, Stalled
 from scheduler_svc.workers.rank import Rank, ReplicaLost
-from scheduler_svc.workers.replicas import WorkerLink
+from scheduler_svc.workers.replicas import Connect
 from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 
 # Time limit for a sign of life from a worker after its stream broke. A dead process refuses the connection at
@@ -99,7 +100,9 @@ class ReplicaDriver:
             for rank in self._ranks:
                 channel = await stack.enter_async_context(self._security.open_channel(rank.target))
                 rank.stub = worker_pb2_grpc.WorkerStub(channel)
-            compiler = GrammarCompiler(self._ranks[self._ranks[0].sizes.grammar_rank].stub, self._log)
+            answered = partial(self._deployment.grammar_answered, self._replica_id)
+            grammar_rank = self._ranks[self._ranks[0].sizes.grammar_rank]
+            compiler = GrammarCompiler(grammar_rank.stub, answered, self._log)
             loop = self._loop = StepLoop(
                 self._ranks[0].stub,
                 self._deployment.dispatch,
@@ -109,13 +112,13 @@ class ReplicaDriver:
                 log=self._log,
             )
             loader = AdapterLoader([rank.stub for rank in self._ranks], self._log)
-            link = WorkerLink(
-                loop.wake, compiler.compile, compiler.withdraw, loader.load, loader.unload,
-                lambda: self._failed_steps.failing,
+            connect = partial(
+                AttachedReplica, wake=loop.wake, ask=compiler.compile, withdraw=compiler.withdraw,
+                failing=lambda: self._failed_steps.failing, load_adapter=loader.load, unload_adapter=loader.unload,
             )  # fmt: skip
             loss = Loss.FAULT
             try:
-                await self._serve(loop, link)
+                await self._serve(loop, connect)
             except (StreamLost, grpc.aio.AioRpcError, asyncio.CancelledError) as error:
                 loss = await self._why_lost(error)
                 raise self._end_of(error) from error
@@ -139,7 +142,7 @@ class ReplicaDriver:
                 loader.close()
                 self._deployment.detach(self._replica_id, loss)
 
-    async def _serve(self, loop: StepLoop, link: WorkerLink) -> None:
+    async def _serve(self, loop: StepLoop, connect: Connect) -> None:
         """Configures the ranks and runs steps. Ends only by raising."""
         replica = await Configurator(self._ranks, self._deployment).run()
         ready = replica.ready
@@ -148,7 +151,7 @@ class ReplicaDriver:
                 make_memory, replica.setup, replica.description, tuple(ready.num_blocks)
             )
             scheduler = self._deployment.attach(
-                self._replica_id, replica.description, replica.setup, memory, replica.files, link
+                self._replica_id, replica.description, replica.setup, memory, replica.files, connect
             )
             self._attached = True
             self._deployment.phase_seconds[self._replica_id] = dict(ready.phase_seconds)

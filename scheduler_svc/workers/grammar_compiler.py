@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeAlias
 
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
@@ -21,27 +20,26 @@ _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _RETRY_S = 0.2
 
 
-Answered: TypeAlias = Callable[[float | TriptychError], None]
-"""Takes the seconds of compilation on the worker, or the reason of its failure."""
-
-
 class GrammarCompiler:
     """The open CompileGrammar calls of a worker."""
 
-    def __init__(self, stub: "worker_pb2_grpc.WorkerAsyncStub", log: FilteringBoundLogger) -> None:
-        """Starts without calls."""
+    def __init__(
+        self, stub: "worker_pb2_grpc.WorkerAsyncStub", answered: Callable[[Grammar, float | TriptychError], None],
+        log: FilteringBoundLogger,
+    ) -> None:  # fmt: skip
+        """Starts without calls.
+
+        `answered` is called once for each grammar, with the seconds of compilation or the reason of its
+        failure, but not after :meth:`withdraw` or the loss of the worker.
+        """
         self._stub = stub
+        self._answered = answered
         self._log = log
         self._calls: dict[Grammar, asyncio.Future[None]] = {}
 
-    def compile(self, grammar: Grammar, answered: Answered) -> None:
-        """Starts compiling a grammar.
-
-        Args:
-            grammar: a grammar that is not being compiled.
-            answered: called once, but not if the worker is lost, or after :meth:`withdraw`.
-        """
-        self._calls[grammar] = asyncio.ensure_future(self._compile(grammar, answered))
+    def compile(self, grammar: Grammar) -> None:
+        """Starts compiling a grammar, which must not be in compilation."""
+        self._calls[grammar] = asyncio.ensure_future(self._compile(grammar))
 
     def withdraw(self, grammar: Grammar) -> None:
         """Cancels the call for a grammar, which also stops the worker. Does nothing after the answer."""
@@ -54,7 +52,7 @@ class GrammarCompiler:
         for call in self._calls.values():
             call.cancel()
 
-    async def _compile(self, grammar: Grammar, answered: Answered) -> None:
+    async def _compile(self, grammar: Grammar) -> None:
         outcome: float | TriptychError
         try:
             request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
@@ -72,7 +70,7 @@ class GrammarCompiler:
             self._log.exception("grammar_failed")
             outcome = Internal(f"compiling the grammar failed: {type(error).__name__}: {error}")
         del self._calls[grammar]
-        answered(outcome)
+        self._answered(grammar, outcome)
 
     async def _call(self, request: worker_pb2.CompileGrammarRequest) -> worker_pb2.CompileGrammarResponse:
         """Calls the worker, again after broken connections, within the time limit.

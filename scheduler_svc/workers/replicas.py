@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from protos.errors import ConfigurationRefused, TriptychError
+from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from protos.service.settings import Group
 from protos.step_messages import shape_to_proto
@@ -15,7 +15,7 @@ from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.registry import name_and_path
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.engine.engine import Engine
-from scheduler_svc.engine.placement import AttachedReplica, LoadAdapter
+from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
@@ -24,13 +24,11 @@ from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits
 from scheduler_svc.requests.pooled_model import MOST_VALUES, PooledModel
-from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
 from scheduler_svc.shapes.shape_config import ShapeConfig, shapes_of
 from scheduler_svc.workers.descriptions import WorkerDescription
-from scheduler_svc.workers.grammar_compiler import Answered
 from scheduler_svc.workers.step_loop import StepScheduler
 
 # Features of a replica that need copies of blocks.
@@ -38,21 +36,8 @@ _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLink:
-    """Calls of an engine to the driver of a worker. None of them blocks."""
-
-    wake: Callable[[], None]
-    """Signals work to the step loop."""
-    compile_grammar: Callable[[Grammar, Answered], None]
-    """Compiles a grammar, then calls the function with the outcome."""
-    withdraw_grammar: Callable[[Grammar], None]
-    """Cancels the compilation of a grammar; its function is then not called."""
-    load_adapter: LoadAdapter
-    unload_adapter: Callable[[int], None]
-    """Ends a load on every rank by its id, or frees its adapter."""
-    failing: Callable[[], bool]
-    """Whether the worker's last step failed."""
+Connect = Callable[[ReplicaScheduler | PoolScheduler], AttachedReplica]
+"""Connects a scheduler with the calls of its worker's driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +52,7 @@ class ReplicaSetup:
     make_memory: Callable[[WorkerDescription, tuple[int, ...]], KvCache | None]
     """Makes the KV memory, given blocks per KV group; None without KV memory. Safe on any thread: a million
     blocks take a second."""
-    attach: Callable[[WorkerDescription, KvCache | None, str, WorkerLink], StepScheduler]
+    attach: Callable[[WorkerDescription, KvCache | None, str, Connect], StepScheduler]
     """Attaches the replica, given the name of the model; :class:`protos.errors.ConfigurationRefused` if it
     contradicts the other replicas."""
 
@@ -187,7 +172,7 @@ class GeneratingReplicas:
         description: WorkerDescription,
         memory: KvCache | None,
         served_name: str,
-        link: WorkerLink,
+        connect: Connect,
     ) -> ReplicaScheduler:
         assert memory is not None
         self._check_same_grid(shapes, replica_id)
@@ -221,13 +206,7 @@ class GeneratingReplicas:
         registry = self._engine.adapters.registry
         registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]
 
-        def ask(grammar: Grammar) -> None:
-            link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
-
-        replica = AttachedReplica(
-            scheduler, link.wake, ask, link.withdraw_grammar, link.failing, link.load_adapter, link.unload_adapter
-        )  # fmt: skip
-        self._engine.attach(replica_id, replica)
+        self._engine.attach(replica_id, connect(scheduler))
         return scheduler
 
     def _make_cache(
@@ -250,15 +229,6 @@ class GeneratingReplicas:
             # Higher than every sequence number of an earlier life of this replica.
             first_event=time.time_ns() // 1000,
         )
-
-    def _grammar_answered(self, replica_id: str, grammar: Grammar, outcome: float | TriptychError) -> None:
-        if isinstance(outcome, TriptychError):
-            self._engine.grammar_refused(replica_id, grammar, outcome)
-            return
-        replica = self._engine.replicas.get(replica_id)
-        if replica is not None and isinstance(replica.scheduler, ReplicaScheduler):
-            replica.scheduler.stats.grammar_compile_s.observe(outcome)
-        self._engine.grammar_compiled(replica_id, grammar)
 
     def _check_same_grid(self, shapes: ShapeConfig, replica_id: str) -> None:
         """Refuses chunks or blocks unlike other replicas': requests share prefix keys over all replicas."""
@@ -322,7 +292,7 @@ class PoolingReplicas:
         description: WorkerDescription,
         memory: KvCache | None,
         served_name: str,
-        link: WorkerLink,
+        connect: Connect,
     ) -> PoolScheduler:
         del memory, served_name  # no KV memory, no histogram
         model = description.model
@@ -337,5 +307,5 @@ class PoolingReplicas:
         scheduler = PoolScheduler(
             shapes, model.pooled_size, self._engine, clock=self._clock, padding_costs=description.packs_texts
         )
-        self._engine.attach(replica_id, AttachedReplica(scheduler, link.wake, failing=link.failing))
+        self._engine.attach(replica_id, connect(scheduler))
         return scheduler
