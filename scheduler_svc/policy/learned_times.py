@@ -1,4 +1,4 @@
-"""Seconds that the steps of a replica take, learned from their results."""
+"""Step times of a replica, learned from its results."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -7,17 +7,17 @@ from typing import Final
 _KEPT: Final = 0.98
 
 # An observation further from expectation than this factor is an accident, such as a compilation, or the
-# sign of one before.
+# first after one.
 _OUTLIER: Final = 4.0
 
 
 class LinearTime:
-    """Fits seconds as a linear function of a step's size to its latest observations."""
+    """Fits seconds as a linear function of step size to the latest observations."""
 
     __slots__ = ("_size", "_size_seconds", "_size_size", "_weight", "seconds")
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
+        """Starts without observations."""
         self._weight = 0.0
         self._size = self._size_size = self._size_seconds = 0.0
         self.seconds = 0.0
@@ -29,7 +29,7 @@ class LinearTime:
         return self._weight > 0
 
     def observe(self, size: float, seconds: float) -> None:
-        """Takes in a step that took some time; none that was not measured."""
+        """Adds an observation; ignores unmeasured steps of 0 seconds."""
         if seconds <= 0:
             return
         if self._weight:
@@ -47,37 +47,37 @@ class LinearTime:
 
     @property
     def slope(self) -> float:
-        """Seconds that a step takes longer when its size grows by one, at least 0."""
+        """Additional seconds per unit of size, at least 0."""
         variance = self._size_size - self._size**2
         if variance <= 1e-6 * self._size_size:
             return 0.0
         return max(0.0, (self._size_seconds - self._size * self.seconds) / variance)
 
     def at(self, size: float) -> float:
-        """Returns the seconds of a step of this size; at least a tenth of the mean, which bounds errors."""
+        """Returns the seconds of a step of this size; at least a tenth of the mean, to bound errors."""
         return max(self.seconds / 10, self.seconds + self.slope * (size - self._size))
 
 
 @dataclass(slots=True)
 class LearnedTimes:
-    """The times of one replica's steps."""
+    """Step times of one replica."""
 
     chunk: LinearTime = field(default_factory=LinearTime)
-    """Of a prefill step, by its tokens without padding."""
+    """Of prefill steps, by tokens without padding."""
     decode: LinearTime = field(default_factory=LinearTime)
-    """Of a decode step, by its requests."""
+    """Of decode steps, by requests."""
     buckets: dict[int, LinearTime] = field(default_factory=dict)
-    """Of a prefill step of each bucket. A small one may take as long as its double, so no line fits all."""
+    """Of prefill steps by bucket. A small bucket may take as long as twice its size, so no line fits all."""
 
     def observe_chunk(self, tokens: int, bucket: int, seconds: float) -> None:
-        """Takes in a prefill step of some tokens, padded to its bucket."""
+        """Adds a prefill step of some tokens, padded to its bucket."""
         self.chunk.observe(tokens, seconds)
         self.buckets.setdefault(bucket, LinearTime()).observe(bucket, seconds)
 
     def of_bucket(self, bucket: int) -> float:
-        """Returns the seconds of a prefill step of this bucket, or of the next smaller one that has run.
+        """Returns the seconds of a prefill step of this bucket, or of the next smaller one already run.
 
-        So each is tried. Without either, it is on the line through all chunks; 0 if none has run.
+        So each bucket is tried. Without either, the line through all chunks counts; 0 before the first chunk.
         """
         below = max((size for size, time in self.buckets.items() if size <= bucket and time.known), default=0)
         return self.buckets[below].seconds if below else self.chunk.at(bucket)

@@ -1,9 +1,9 @@
-"""The order in which waiting requests are scheduled.
+"""The order of waiting requests.
 
-The next request is one of the most urgent priority that waits, or one of a lower priority that has waited
-``ageing_s`` seconds for each level between the two. Among these, the tenant served least for its weight is
-next (:class:`Tenants`), with its earliest request. So ageing never puts a request before the most urgent
-ones, but among them, where its tenant's share and its age let it run.
+The most urgent requests are those of the most urgent waiting priority, and those of lower priorities after
+``ageing_s`` seconds of waiting for each level in between. Among these, the tenant served least for its weight
+is next (:class:`Tenants`), with its earliest request. So ageing never puts a request before the most urgent,
+but among them, where its tenant's share and its age let it run.
 """
 
 import heapq
@@ -26,8 +26,7 @@ class ArrivalQueue:
     """Requests in order of arrival, with removal from anywhere.
 
     Removal is lazy: the arrival of a removed request stays in the heap until it surfaces or half of the heap
-    is stale. The first entry is never stale. A request that returns may be in the heap twice, which does no
-    harm.
+    is stale. The first entry is never stale. A returning request may be in the heap twice, without harm.
     """
 
     __slots__ = ("_heap", "requests")
@@ -66,22 +65,21 @@ class _Class(ArrivalQueue):
         super().__init__()
         self.tenant = tenant
         self.priority = priority
-        # The valid entry of the class in one of the two heaps; None once the class is empty.
+        # The valid entry of the class in either heap; None once the class is empty.
         self.entry: _Entry | None = None
 
 
-# (key, arrival of the first request, number of the entry, class). Numbers decide, because classes do not
-# compare.
+# (key, arrival of the first request, unique number of the entry, class). Classes do not compare.
 _Entry = tuple[float, int, int, _Class]
 
 
 class PriorityFairOrder:
-    """Orders by priority, then fairly by tenant, then by arrival; see the module.
+    """Orders by priority, then fairly by tenant, then by arrival.
 
-    There is one class of requests per tenant and priority. Classes whose first request is among the most
-    urgent are in a heap by counter and arrival, the others in a heap by the time at which they will be. A
-    class in the wrong place of either heap is moved when it surfaces; one whose key fell, because an earlier
-    arrival returned, is entered again. Every operation takes amortized O(log requests).
+    Each pair of tenant and priority is a class of requests. Classes whose first request is among the most
+    urgent are in a heap by counter and arrival, the others in a heap by the time of joining them. A class in
+    the wrong place of either heap is moved when it surfaces, and entered again when its key falls because an
+    earlier arrival returned. Every operation takes amortized O(log requests).
 
     Requires that ``arrival_s`` never falls as ``arrival`` grows.
     """
@@ -95,8 +93,8 @@ class PriorityFairOrder:
         """Starts empty.
 
         Args:
-            ageing_s: seconds of waiting that make up for one level of priority; None or 0 disables ageing.
-            tenant_weights: weights of tenants that differ from 1.
+            ageing_s: seconds of waiting worth a level of priority; None or 0 disables ageing.
+            tenant_weights: weights of tenants other than 1.
 
         Raises:
             ValueError: naming the bad weight, or an ageing period below a millisecond.
@@ -105,7 +103,7 @@ class PriorityFairOrder:
             raise ValueError(f"ageing_s must be 0 or at least {SHORTEST_AGEING_S} seconds, not {ageing_s}")
         self._ageing_s = ageing_s or None
         self.tenants = Tenants(tenant_weights)
-        """What each tenant was served; the queue counts what waits."""
+        """Tokens served to each tenant; the queue counts its waiting requests here."""
         self._classes: dict[tuple[str, int], _Class] = {}
         # Classes by priority.
         self._priorities: Counter[int] = Counter()
@@ -117,7 +115,7 @@ class PriorityFairOrder:
         self._horizon = -math.inf
 
     def add(self, request: Request) -> None:
-        """Adds a new request, or one that ran and waits again with its old ``arrival``, once at most."""
+        """Adds a request not in the queue: new, or back from a slot with its old ``arrival``."""
         key = ("", 0) if self.by_arrival else (request.tenant, request.priority)
         if (found := self._classes.get(key)) is None:
             found = self._classes[key] = _Class(*key)
@@ -144,7 +142,7 @@ class PriorityFairOrder:
     def head(self, now: float) -> Request | None:
         """Returns the next request at ``now``, on the clock of ``Request.arrival_s``; None if none waits.
 
-        A reading before an earlier one counts as the earlier one.
+        Time does not run backwards: an earlier reading than the last counts as the last.
         """
         if not self._classes:
             return None
@@ -165,7 +163,7 @@ class PriorityFairOrder:
     def rank(self, request: Request) -> tuple[float, int]:
         """Returns the place among running requests: the smallest runs first, the largest is preempted first.
 
-        It does not change with time, so a request that ageing promoted to a slot keeps it against later
+        It does not change with time, so a request promoted to a slot by ageing keeps it against later
         arrivals.
         """
         if self.by_arrival:

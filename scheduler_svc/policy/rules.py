@@ -1,4 +1,4 @@
-"""Whose turn it is on a replica, and the request that yields its slot."""
+"""Choice of the next step on a replica, and of the request to preempt."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -7,25 +7,25 @@ from scheduler_svc.requests.request import Request
 # Sums of shares are exact up to this.
 _ROUNDING = 1e-9
 
-# Every so many chunks, the request that is first in order has its turn, however long it is.
+# Every so many chunks, the first request in order has its turn, however long it is.
 _CHUNKS_BY_LENGTH = 4
 
 
 def runs_before(prefilling: Request, request: Request, rest: int) -> bool:
-    """Whether a prefilling request's next chunk comes before one of another, with ``rest`` tokens to go."""
+    """Whether a prefilling request's next chunk precedes the first of another with ``rest`` tokens to go."""
     if prefilling.priority != request.priority:
         return prefilling.priority < request.priority
     return prefilling.num_ungranted <= rest
 
 
 def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
-    """Returns the request with the next chunk: the most urgent, and among these the one that is done soonest.
+    """Returns the request of the next chunk: the most urgent, and among equals the soonest to finish.
 
-    So a long prompt does not hold up short ones. It has every fourth turn, so short ones do not hold it up
-    for ever, nor do tokens that grammars force, which otherwise go first among equals.
+    So short prompts overtake long ones. Every fourth turn belongs to the first prompt in order, so neither
+    short prompts nor tokens forced by grammars, first among equals otherwise, hold it up indefinitely.
 
     Args:
-        prefilling: the requests with a chunk that can be sent, in order.
+        prefilling: requests ready for a chunk, in order.
         turn: the number of chunks before this one.
     """
     if len(prefilling) < 2:
@@ -36,15 +36,15 @@ def next_to_prefill(prefilling: Sequence[Request], turn: int) -> Request | None:
 
 
 class Turns:
-    """When a chunk runs, and when the decoding requests do.
+    """Alternates between prefill chunks and decode steps.
 
     Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk.
     vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here
     the longest gap between two tokens of a request is one chunk plus one decode step.
 
-    With targets, measured times decide instead. A gap target lets chunks follow one another as long as the
-    gap that they make stays below it. A prompt that would otherwise miss its target of a first token runs at
-    once, if the gap target allows it. One that has missed it takes turns, or a burst would stop all streams.
+    With targets, measured times decide instead. A gap target lets chunks follow one another while their gap
+    stays below it. A prompt about to miss its target of a first token runs at once, if the gap target allows
+    it. A prompt past its target takes turns, or a burst would stop all streams.
 
     On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
     chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
@@ -54,21 +54,21 @@ class Turns:
     def __init__(
         self, decode_steps_per_chunk: int, *, ttft_target_s: float = 0.0, itl_target_s: float = 0.0
     ) -> None:
-        """Runs some decode steps between two chunks; none of them runs all chunks first.
+        """Starts with a chunk due.
 
         Args:
-            decode_steps_per_chunk: decode steps between two chunks, without targets.
+            decode_steps_per_chunk: decode steps between two chunks, without targets; 0 runs all chunks first.
             ttft_target_s: seconds from a request's arrival to its first token; 0 for no target.
             itl_target_s: seconds between two tokens of a request; 0 for no target.
         """
         self._ratio = decode_steps_per_chunk
         self._ttft_target_s = ttft_target_s
         self._itl_target_s = itl_target_s
-        # Decode steps that no chunk has been sent for. The first chunk may start at once.
+        # Decode steps not yet followed by a chunk. The first chunk may start at once.
         self._decodes = decode_steps_per_chunk
         self.chunks = 0
-        """Chunks that were sent."""
-        # Seconds of those that were sent since the last decode step.
+        """Chunks sent so far."""
+        # Seconds of the chunks sent since the last decode step.
         self._gap_s = 0.0
 
     @property
@@ -77,12 +77,12 @@ class Turns:
         return max(1, self._ratio - self._decodes)
 
     def longest_chunk(self, sizes: Sequence[int], seconds: Callable[[int], float], step_s: float) -> int:
-        """Returns the largest chunk that keeps the gap target, or the smallest if none does.
+        """Returns the largest chunk within the gap target, or the smallest if none is.
 
         Args:
             sizes: of chunks, ascending.
-            seconds: returns the seconds that a chunk of a size takes.
-            step_s: seconds that the next decode step will take.
+            seconds: returns the seconds of a chunk of a size.
+            step_s: expected seconds of the next decode step.
         """
         if not self._itl_target_s:
             return sizes[-1]
@@ -97,9 +97,9 @@ class Turns:
         Args:
             request: the request of the chunk.
             now_s: clock reading.
-            chunk_s: seconds that the chunk will take; 0 if unknown.
-            rest_s: seconds that all chunks of the request will take, this one included.
-            step_s: seconds that the next decode step will take; 0 if unknown.
+            chunk_s: expected seconds of the chunk; 0 if unknown.
+            rest_s: expected seconds of all chunks left of the request, this one included.
+            step_s: expected seconds of the next decode step; 0 if unknown.
         """
         delivery, target_s = request.delivery, self._ttft_target_s
         waited_s = now_s - delivery.accepted_s
@@ -111,36 +111,36 @@ class Turns:
         if is_late and (fits_gap or not self._itl_target_s):
             return True
         if self._itl_target_s and chunk_s:
-            # A chunk that exceeds the target by itself has its turn all the same.
+            # A chunk longer than the whole target has its turn all the same.
             return fits_gap or (not self._gap_s and self._decodes >= self._ratio)
         return self._decodes >= self._ratio
 
     def sent_chunk(self, chunk_s: float, turns: int = 1) -> None:
-        """Notes a chunk that is sent and takes some time; ``turns``: stages for each decode batch."""
+        """Notes a chunk of an expected duration; ``turns``: stages for each decode batch."""
         self._decodes = max(0, min(self._decodes, self._ratio * turns) - self._ratio)
         self._gap_s += chunk_s
         self.chunks += 1
 
     def sent_steps(self, count: int) -> None:
-        """Notes that decode steps are sent; on a pipeline each counts as often as there are stages for it."""
+        """Notes decode steps; on a pipeline each counts as often as there are stages for its batch."""
         self._decodes += count
         self._gap_s = 0.0
 
     def take_back(self, count: int) -> None:
-        """Takes back decode steps that were sent, but have not run."""
+        """Takes back decode steps granted but not run."""
         self._decodes -= count
 
 
 def preemption_victim(running: Iterable[Request]) -> Request | None:
-    """Returns the running request with the largest rank, so that the first in order always makes progress."""
+    """Returns the running request of the largest rank, so the first in order always makes progress."""
     return max(running, key=lambda request: request.rank, default=None)
 
 
 def join_prefill(prefilling: list[Request], request: Request) -> None:
     """Inserts a request into a replica's prefill order.
 
-    Requests come in the order of the queue and keep it, except that one goes before those that it outranks.
-    One that decodes already and has tokens forced by its grammar goes first: its client waits for them.
+    Requests keep the order of the queue, except for a request that outranks others before it. A decoding
+    request with tokens forced by its grammar goes first: its client waits for them.
     """
     index = 0 if request.prefills_forced else len(prefilling)
     while index and outranks(request, prefilling[index - 1]):
@@ -151,16 +151,15 @@ def join_prefill(prefilling: list[Request], request: Request) -> None:
 def below_share(
     waiting: Request, running: Iterable[tuple[Request, float]], shares: Mapping[str, float]
 ) -> list[Request]:
-    """Returns the running requests that may give way to one of a tenant far below its share, in order.
+    """Returns the running requests to preempt, in order, for one of a tenant with less than half its share.
 
-    A tenant is far below its share with less than half of it. The tenant furthest above its share gives
-    first, its least important request, and none gives so much that it would fall below its own share. So an
-    exchange is never undone by the next one.
+    The tenant furthest above its share gives first, starting with its least important request. No tenant
+    gives so much as to fall below its own share, so the next exchange never undoes this one.
 
     Args:
         waiting: the request; more urgent ones do not give way.
-        running: the running requests, each with the share of the deployment that it occupies.
-        shares: of all tenants, see :meth:`Tenants.shares`.
+        running: the running requests, each with the share of the deployment it occupies.
+        shares: of all tenants, by :meth:`Tenants.shares`.
     """
     surplus = {tenant: -share for tenant, share in shares.items()}
     able: dict[str, list[tuple[Request, float]]] = {}

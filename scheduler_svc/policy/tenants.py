@@ -20,23 +20,23 @@ class Tenants:
     """Counts each tenant's waiting requests, and the tokens served to it divided by its weight.
 
     The tenant with the smallest counter is next: the Virtual Token Counter (Sheng et al., "Fairness in
-    Serving Large Language Models", OSDI 2024). A tenant is active while it has requests waiting. When it
-    becomes active, its counter is raised to the smallest active counter, so that idling earns no credit; if
-    no tenant is active, to the counter of the tenant that was last. For two tenants that always have requests
-    waiting, the served tokens per weight differ by at most the tokens of their running requests.
+    Serving Large Language Models", OSDI 2024). A tenant is active while its requests wait. On activation its
+    counter is raised to the smallest active counter, so idling earns no credit; without an active tenant, to
+    the counter of the last. Between two tenants with requests always waiting, the served tokens per weight
+    differ by at most the tokens of their running requests.
 
     Invariants:
-        1. While a tenant is active, its counter never falls. 2. The smallest active counter never falls, nor
-        does the floor to which counters are raised. 3. At most ``max_idle`` inactive tenants are remembered:
-        the most recently served. A running tenant is charged every step and stays among them. A forgotten
-        tenant starts like a new one.
+        1. The counter of an active tenant never falls. 2. The smallest active counter never falls, nor does
+        the floor of new counters. 3. At most ``max_idle`` inactive tenants are remembered: the most recently
+        served. A running tenant is charged every step and stays among them. A forgotten tenant starts like a
+        new one.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, *, max_idle: int = 4096) -> None:
         """Starts with all counters equal and nothing waiting.
 
         Args:
-            weights: weights other than 1; a tenant of twice the weight gets twice the tokens.
+            weights: weights other than 1; twice the weight earns twice the tokens.
             max_idle: number of inactive tenants to remember.
 
         Raises:
@@ -48,24 +48,24 @@ class Tenants:
                 raise ValueError(f"the weight of tenant {tenant!r} must be a positive number, not {weight}")
         self._max_idle = max_idle
         self.requests: Counter[str] = Counter()
-        """Waiting requests by tenant; a tenant without any has no entry."""
+        """Waiting requests by tenant, without zeros."""
         self._tokens: Counter[str] = Counter()
         self.num_requests = 0
         self.num_tokens = 0
-        """Tokens that the waiting requests have to prefill."""
+        """Known tokens of the waiting requests."""
         # Counters of the active tenants, and of the others, the least recently charged first.
         self._active: dict[str, float] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()
         # (counter when pushed, tenant): never above the tenant's counter, raised when they surface.
         self._heap: list[tuple[float, str]] = []
         self._floor = 0.0
-        # The tenant that was active last; the floor follows its counter while no tenant is active.
+        # The last active tenant; the floor follows its counter while no tenant is active.
         self._last: str | None = None
 
     # ---- what waits ----
 
     def add(self, request: Request) -> None:
-        """Counts a request that starts to wait. Its tokens must not change while it waits."""
+        """Counts a request as waiting. Its tokens must not change meanwhile."""
         tenant = request.tenant
         if tenant not in self.requests:
             self._activate(tenant)
@@ -86,7 +86,7 @@ class Tenants:
         self.num_tokens += tokens
 
     def shares(self, others: Collection[str]) -> dict[str, float]:
-        """Returns the shares of the tenants that wait and of `others`, by weight; they add up to 1."""
+        """Returns the shares of the waiting tenants and of `others`, by weight; they add up to 1."""
         weights = {tenant: self._weights.get(tenant, 1.0) for tenant in {*self.requests, *others}}
         total = sum(weights.values())
         return {tenant: weight / total for tenant, weight in weights.items()}
@@ -94,12 +94,12 @@ class Tenants:
     def exceeds(
         self, tenant: str, count: int, num_tokens: int, max_requests: int, max_tokens: int
     ) -> str | None:
-        """Returns the limit of the queue that further requests of a tenant would exceed; None if they fit.
+        """Returns the queue limit exceeded by further requests of a tenant; None if they fit.
 
         Up to half of a limit, all tenants may use the queue freely; beyond it, each may use its share among
-        the tenants that wait. Half as much again is a reserve, shared in the same way. So one tenant alone
-        can fill the queue, but a flood refuses no first request of another tenant. An empty queue takes
-        anything.
+        the waiting tenants. Half as much again is a reserve, shared in the same way. So a single tenant can
+        fill the queue, but a flood never causes the first request of another tenant to be refused. An empty
+        queue takes anything.
         """
         if not self.num_requests:
             return None
@@ -124,7 +124,7 @@ class Tenants:
         return self._idle.get(tenant, self._floor)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant, active or not, for ``tokens`` served tokens (not negative)."""
+        """Charges a tenant, active or not, for served tokens (not negative)."""
         served = tokens / self._weights.get(tenant, 1.0)
         if tenant in self._active:
             self._active[tenant] += served
