@@ -22,8 +22,8 @@ from scheduler_svc.engine.load import Load, Totals
 from scheduler_svc.engine.request_timeouts import Timeout
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.tenants import MAX_REQUESTS, MAX_TOKENS
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
-from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.progress import Stall

@@ -19,10 +19,10 @@ from scheduler_svc.engine.prefix_control import PrefixControl
 from scheduler_svc.engine.waiting import Capacity, LiveRequests, Queues
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
+from scheduler_svc.replica.quarantine import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
 from scheduler_svc.requests.pooled_model import PooledModel
-from scheduler_svc.requests.request import Event, Request, RequestState, Sink
+from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
 MOST_GRAMMAR_LOSSES: Final = 32
@@ -230,9 +230,7 @@ class Engine:
         self._end(request, Event(request.request_id, error=error))
 
     def _end(self, request: Request, event: Event) -> None:
-        request.state = RequestState.FINISHED
-        request.note_end(event, self._clock())
-        request.sink.push(event)
+        request.finish(event, self._clock())
         self.forget(request)
 
     # ---- dispatch ----

@@ -11,7 +11,6 @@ from scheduler_svc.policy.learned_times import LinearTime
 from scheduler_svc.policy.rules import below_share, outranks
 from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
 
 # Seconds after which an idle replica with slow step times gets a request as a probe.
@@ -195,7 +194,7 @@ class Placer:
         free = [replica for replica in self._candidates(request) if replica.scheduler.has_free_slot]
         for replica in self.by_cost(request, free) if len(free) > 1 else free:
             request.replica_id = replica.replica_id
-            if replica.scheduler.admit(request) is not AdmitResult.NO_ROOM:
+            if replica.scheduler.admit(request):
                 replica.placed_s = self._clock()
                 replica.wake()
                 return True

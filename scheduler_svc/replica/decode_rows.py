@@ -1,43 +1,37 @@
-"""The decoding requests of a replica: the rows of its decode steps, and the steps that they may run."""
+"""The decoding requests of a replica: the rows of its decode steps, and the steps they may run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.plans import BatchRows, Changes, StepsInFlight, batch_of
-from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState
+from scheduler_svc.shapes.shape_config import ShapeConfig
 
-Room = Callable[[Request, int], bool]
-"""Grows a request's tables to a number of tokens; returns whether it did."""
+MakeRoom = Callable[[Request, int], bool]
+"""Grows a request's tables to a number of tokens, preempting it or others if needed; returns success."""
 
 
 class DecodeRows:
     """Requests that decode together.
 
-    Each advances by one token a step, so a request's place when all plans have run, its *granted* tokens, is
-    known without results. A plan costs a few comparisons as long as the rows stay the same: only a row that
-    runs out of blocks, or joins or leaves, costs more.
+    Each advances by one token a step, so the tokens *granted* to a request, those it will have when all plans
+    have run, are known without results. While the rows stay the same, a plan costs a few comparisons; only a
+    row that runs out of blocks, joins or leaves costs more.
     """
 
     def __init__(self, kv: KvCache, changes: Changes, in_flight: StepsInFlight) -> None:
-        """Starts empty.
-
-        Args:
-            kv: has the requests' blocks.
-            changes: limits the admissions of a plan.
-            in_flight: the plans that are sent already.
-        """
+        """Starts empty."""
         self._kv = kv
         self._changes = changes
         self._in_flight = in_flight
         self.members: dict[str, Request] = {}
         """The requests by id, in the order in which they began to decode."""
         self.has_joined = False
-        """Whether a request has joined that no plan has a row for yet."""
+        """Whether a request has no row in any plan yet."""
         self.batch = BatchRows()
         """The rows of the latest plan."""
         self._changed = False
-        # Whether members have no row because their admissions exceed what a plan can carry.
+        # Whether members have no row because their admissions exceed a plan.
         self._leaves_out = False
         # Steps granted to the rows since they changed last. By row: before which step it needs blocks, and
         # after which it has all its tokens.
@@ -45,35 +39,30 @@ class DecodeRows:
         self._rooms: list[int] = []
         self._first_to_grow = 0
         self._first_to_end = 0
-        # The tokens that the first of these steps attends to.
+        # Tokens attended to by the first of these steps.
         self._context = 0
         self.context_tokens = 0
-        """Tokens that the first step of the latest plan attends to."""
+        """Tokens attended to by the first step of the latest plan."""
 
     def add(self, request: Request) -> None:
-        """Adds a request that has a slot."""
+        """Adds a request with a slot."""
         request.state = RequestState.DECODING
         self.members[request.request_id] = request
         self._changed = self.has_joined = True
 
     def remove(self, request: Request) -> None:
-        """Removes a request, after making findable what it decoded."""
+        """Removes a request, after indexing its decoded tokens."""
         self._kv.prefixes.index_decoded(request.kv)
         del self.members[request.request_id]
         self._changed = True
         self.has_joined = self.has_joined and bool(self.members)
 
     def refresh(self) -> None:
-        """Notes that granted steps did not run: places must be counted anew."""
+        """Counts granted steps anew before the next plan, because some did not run."""
         self._changed = True
 
-    def grant(self, most_steps: int, grow: Room, make_room: Room) -> int:
-        """Grants the rows steps in a row, with blocks for all of them.
-
-        Args:
-            most_steps: the most steps.
-            grow: gives a request blocks if there are free ones.
-            make_room: gives a request blocks, and may preempt this or other requests for them.
+    def grant(self, most_steps: int, make_room: MakeRoom) -> int:
+        """Grants the rows up to ``most_steps`` steps in a row, with blocks for all of them.
 
         Returns:
             The steps, until a row has all its tokens or blocks run out; 0 if there is no row, or no room
@@ -86,7 +75,7 @@ class DecodeRows:
                 return 0
             steps = min(most_steps, self._first_to_end - self._step)
             if self._step + steps > self._first_to_grow:
-                steps = self._reserve(steps, grow, make_room)
+                steps = self._reserve(steps, make_room)
             if not self._changed:
                 break
         self.context_tokens = self._context + self._step * len(self.batch.requests)
@@ -96,7 +85,7 @@ class DecodeRows:
         return steps
 
     def _count_rows_anew(self) -> None:
-        """Reads from requests and plans in flight which rows the next step has, and how far each can go."""
+        """Reads the next rows, and how far each can go, from requests and plans in flight."""
         self._changed, self._step = False, 0
         in_flight = self._in_flight.granted()
         rows = [
@@ -115,8 +104,8 @@ class DecodeRows:
         self._first_to_grow = min(self._rooms, default=0)
         self._context = sum(granted + 1 for _, granted in rows)
 
-    def _reserve(self, steps: int, grow: Room, make_room: Room) -> int:
-        """Gives blocks to the rows that need some; returns how many of these steps all rows can run."""
+    def _reserve(self, steps: int, make_room: MakeRoom) -> int:
+        """Gives blocks to the rows in need; returns how many of these steps all rows can run."""
         kv, step = self._kv, self._step
         for row, request in enumerate(self.batch.requests):
             left = self._rooms[row] - step
@@ -124,7 +113,7 @@ class DecodeRows:
                 continue
             kv.prefixes.index_decoded(request.kv)
             granted = kv.capacity(request.kv, request.end) - left
-            if not grow(request, granted + steps):
+            if not self._changes.grow(request, granted + steps):
                 if left < 1 and (not make_room(request, granted + 1) or self._changed):
                     return 0
                 steps = min(steps, max(left, 1))
@@ -141,26 +130,11 @@ class Decoding:
     that moving it pays.
     """
 
-    def __init__(
-        self, count: int, kv: KvCache, changes: Changes, in_flight: StepsInFlight, stats: SchedulerStats,
-        charge: Callable[[str, int], None], observe_batch: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        """Starts empty.
-
-        Args:
-            count: the number of batches.
-            kv: has the requests' blocks.
-            changes: limits the admissions of a plan.
-            in_flight: the plans that are sent already.
-            stats: counts steps and stalls.
-            charge: charges a tenant for its rows of a step.
-            observe_batch: receives the number of rows of each step.
-        """
-        self._stats = stats
-        self._charge = charge
-        self._observe_batch = observe_batch
-        # The one first that was planned least recently.
-        self._batches = [DecodeRows(kv, changes, in_flight) for _ in range(count)]
+    def __init__(self, shapes: ShapeConfig, kv: KvCache, changes: Changes, in_flight: StepsInFlight) -> None:
+        """Starts empty."""
+        self._buckets = shapes.buckets
+        # The least recently planned first.
+        self._batches = [DecodeRows(kv, changes, in_flight) for _ in range(shapes.stages)]
         # The batch of each request, by request id.
         self._homes: dict[str, DecodeRows] = {}
         self.stalled_since: float | None = None
@@ -177,41 +151,33 @@ class Decoding:
 
     @property
     def num_active(self) -> int:
-        """Batches that have requests."""
+        """Batches with requests."""
         return sum(bool(batch.members) for batch in self._batches)
 
     @property
     def has_joined(self) -> bool:
-        """Whether a request has joined that no plan has a row for yet."""
+        """Whether a request has no row in any plan yet."""
         return any(batch.has_joined for batch in self._batches)
 
     def add(self, request: Request) -> None:
-        """Adds a request that has a slot."""
+        """Adds a request with a slot."""
         batch = min(self._batches, key=_size)
         self._homes[request.request_id] = batch
         batch.add(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request, after making findable what it decoded."""
+        """Removes a request, after indexing its decoded tokens."""
         self._homes.pop(request.request_id).remove(request)
         if not self._homes:
             self.stalled_since = None
 
     def refresh(self) -> None:
-        """Notes that granted steps did not run."""
+        """Counts granted steps anew before the next plan, because some did not run."""
         for batch in self._batches:
             batch.refresh()
 
-    def grant(
-        self, most_steps: int, buckets: Iterable[int], grow: Room, make_room: Room
-    ) -> tuple[DecodeRows, int]:
-        """Grants steps to the batch that has waited longest of those that can decode.
-
-        Args:
-            most_steps: the most steps.
-            buckets: decode batch sizes.
-            grow: gives a request blocks if there are free ones.
-            make_room: gives a request blocks, and may preempt this or other requests for them.
+    def grant(self, most_steps: int, make_room: MakeRoom) -> tuple[DecodeRows, int]:
+        """Grants up to ``most_steps`` steps to the batch that has waited longest of those able to decode.
 
         Returns:
             The batch and its steps; 0 steps if no batch can decode.
@@ -220,56 +186,29 @@ class Decoding:
             if not batch.members:
                 continue
             if self.is_pipelined:
-                self._rebalance(batch, buckets)
-            if steps := batch.grant(most_steps, grow, make_room):
+                self._rebalance(batch)
+            if steps := batch.grant(most_steps, make_room):
                 self._batches.remove(batch)
                 self._batches.append(batch)
                 return batch, steps
         return self._batches[0], 0
 
-    def _rebalance(self, batch: DecodeRows, buckets: Iterable[int]) -> None:
+    def _rebalance(self, batch: DecodeRows) -> None:
         """Moves requests from a batch to the smallest one, if that is empty or this one's bucket falls."""
         size, smallest = len(batch.members), min(self._batches, key=_size)
         moved = (size - len(smallest.members)) // 2
         if moved <= 0:
             return
-        if not smallest.members or any(size - moved <= bucket < size for bucket in buckets):
+        if not smallest.members or any(size - moved <= bucket < size for bucket in self._buckets):
             for request in list(batch.members.values())[-moved:]:
                 batch.remove(request)
                 self._homes[request.request_id] = smallest
                 smallest.add(request)
 
-    def count_steps(self, batch: BatchRows, bucket: int, steps: int, seconds: float) -> None:
-        """Counts decode steps that ran for some seconds each, and charges the tenants of their rows."""
-        rows = len(batch.requests)
-        for _ in range(steps):
-            self._count_rows(rows, bucket, seconds)
-        for tenant, count in batch.tenants.items():
-            self._charge(tenant, count * steps)
-
-    def count_step_outside(self, request: Request, bucket: int, seconds: float) -> None:
-        """Counts a decode step of a request that is in no batch."""
-        self._count_rows(1, bucket, seconds)
-        self._charge(request.tenant, 1)
-
-    def _count_rows(self, count: int, bucket: int, seconds: float) -> None:
-        self._stats.count_decode(count, bucket, seconds)
-        self._observe_batch(count)
-
-    # ---- stalls ----
-
     def stall(self, since_s: float) -> None:
-        """Notes that a chunk that began at ``since_s`` keeps decoding requests, if there are any, waiting."""
+        """Notes that a chunk begun at ``since_s`` keeps decoding requests, if there are any, waiting."""
         if self._homes and self.stalled_since is None:
             self.stalled_since = since_s
-
-    def end_stall(self, now_s: float) -> None:
-        """Counts a stall that ends with a decode step that began at ``now_s``."""
-        assert self.stalled_since is not None
-        stall = now_s - self.stalled_since
-        self._stats.stall_s += stall
-        self._stats.longest_stall_s = max(self._stats.longest_stall_s, stall)
-        self.stalled_since = None
 
 
 def _size(batch: DecodeRows) -> int:

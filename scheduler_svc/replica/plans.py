@@ -1,7 +1,7 @@
-"""The changes that the next plan carries, and the plans that the worker has not answered in full."""
+"""The next plan's changes, and the plans in flight."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,6 +17,7 @@ from protos.steps import (
     StepResult,
     slots_of,
 )
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.requests.request import Request, Sink
 
@@ -28,14 +29,15 @@ _BYTES_PER_ID = 4
 
 
 class Changes:
-    """Collects what the next plan tells the worker besides its work.
+    """Collects changes of slots and blocks for the next plan.
 
-    A request is admitted by the first plan with work for it, and travels in full then.
+    The first plan with work for a request admits it, with all its tokens and blocks.
     """
 
-    def __init__(self) -> None:
-        """Starts without changes."""
-        # Requests with a slot that the worker has not heard of, by id.
+    def __init__(self, kv: KvCache) -> None:
+        """Starts without changes; ``kv`` allocates blocks."""
+        self._kv = kv
+        # Requests with a slot still unknown to the worker, by id.
         self._unsent: dict[str, Request] = {}
         self._released: list[int] = []
         self._grown: list[Growth] = []
@@ -47,21 +49,25 @@ class Changes:
         return bool(self._released)
 
     def admit(self, request: Request) -> None:
-        """Notes that a request has a slot."""
+        """Notes that a request got a slot."""
         self._unsent[request.request_id] = request
 
     def release(self, request: Request, slot: int) -> None:
-        """Releases a slot, unless the worker has not heard of its request."""
+        """Releases a slot, unless the worker does not know of its request."""
         if self._unsent.pop(request.request_id, None) is None:
             self._released.append(slot)
         if self._grown:
             self._grown = [growth for growth in self._grown if growth.slot != slot]
 
-    def grow(self, request: Request, grown: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """Appends blocks, by KV group, to a request's tables. An admission carries its blocks itself."""
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Grows the tables of a request with a slot; False, with no block allocated, if too few are free."""
+        grown = self._kv.grow(request.kv, num_tokens)
+        if grown is None:
+            return False
         if request.request_id not in self._unsent:
             assert request.slot is not None
             self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
+        return True
 
     def first_that_fit(self, requests: Sequence[Request]) -> Sequence[Request]:
         """Returns the leading requests whose admissions fit one plan, at least one."""
@@ -79,15 +85,7 @@ class Changes:
         self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
         interrupts: bool, context_tokens: int,
     ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work, which is for these requests, and starts the next one.
-
-        Args:
-            work: the plan's step.
-            requests: the requests of the work, in its order.
-            copies: the block copies that come before it.
-            interrupts: see :attr:`StepPlan.interrupts`.
-            context_tokens: see :attr:`StepPlan.context_tokens`.
-        """
+        """Returns the plan with this work for these requests, after these copies, and starts the next one."""
         self._step += 1
         admitted: Sequence[Admission] = ()
         if self._unsent:
@@ -115,7 +113,7 @@ def _block_copy(copy: PendingCopy) -> BlockCopy:
 
 
 def admission_of(request: Request) -> Admission:
-    """Returns the admission of a request that has a slot; one for a pooling model has no blocks."""
+    """Returns the admission of a request with a slot; without blocks for a pooling model."""
     assert request.slot is not None
     return Admission(
         slot=request.slot,
@@ -143,7 +141,7 @@ class BatchRows:
     slots: tuple[int, ...] = ()
     """Their slots."""
     sinks: Sequence[tuple[Sink, list[str], list[int] | None]] = ()
-    """Their sinks; with each its requests' ids and their rows, None for all rows."""
+    """Their sinks, each with the ids and rows of its requests; None for all rows."""
     tenants: Mapping[str, int] = field(default_factory=dict)
     """The number of rows of each tenant."""
     has_first_tokens: bool = False
@@ -151,7 +149,7 @@ class BatchRows:
 
 
 def batch_of(requests: tuple[Request, ...]) -> BatchRows:
-    """Returns the rows of these requests, which have slots."""
+    """Returns the rows of requests with slots."""
     slots = tuple([request.slot for request in requests if request.slot is not None])
     tenants = Counter(request.tenant for request in requests)
     first_tokens = any(request.can_fork for request in requests)
@@ -168,27 +166,27 @@ def batch_of(requests: tuple[Request, ...]) -> BatchRows:
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan that awaits its last result."""
+    """A plan without its last result."""
 
     plan: StepPlan
     requests: Sequence[Request]
-    """The requests in the plan's work, in its order."""
-    copies: Sequence[PendingCopy]
-    """The block copies that the plan carries."""
+    """The requests of the plan's work, in its order."""
     begun_s: float
     """Clock reading when the worker could begin: when the plan was sent, or the plan before it answered."""
+    copies: Sequence[PendingCopy] = ()
+    """The block copies of the plan."""
     batch: BatchRows | None = None
-    """The rows of a step of decoding requests that are no suspects."""
+    """The rows of a decode batch; None for other work, such as a suspect's step."""
     paced: bool = False
     """Whether its decode steps come between two chunks, so that no chunk ends them."""
     answered: bool = False
-    """Whether it has its last result, which is being applied."""
+    """Whether its last result is being applied."""
     left: set[int] = field(default_factory=set)
-    """Slots that were released since."""
+    """Slots released since."""
     skipped: set[int] = field(default_factory=set)
-    """Slots that it skips, because forced tokens came before it. If it fails, they are dead all the same."""
+    """Slots skipped because of forced tokens before it. If the plan fails, they are dead all the same."""
     num_steps: int = 0
-    """Steps that have run so far."""
+    """Steps run so far."""
 
     @property
     def ignored(self) -> set[int]:
@@ -197,12 +195,12 @@ class InFlight:
 
     @property
     def runs(self) -> list[Request]:
-        """The requests whose rows run."""
+        """The requests of rows that run."""
         return self._requests_but(self.ignored)
 
     @property
     def here(self) -> list[Request]:
-        """The requests that have not left: those that fail if it does."""
+        """The requests still in their slots: those that fail if the plan does."""
         return self._requests_but(self.left)
 
     def _requests_but(self, slots: set[int]) -> list[Request]:
@@ -210,20 +208,20 @@ class InFlight:
         return [request for slot, request in pairs if slot not in slots]
 
     def live_rows(self) -> tuple[BatchRows, list[int]]:
-        """Returns the rows that are not ignored, and their places in the batch."""
+        """Returns the rows not ignored, and their places in the batch."""
         ignored = self.ignored
         places = [place for place, slot in enumerate(slots_of(self.plan.work)) if slot not in ignored]
         return batch_of(tuple([self.requests[place] for place in places])), places
 
     @property
     def num_left(self) -> int:
-        """Decode steps that it may still run."""
+        """Decode steps still allowed."""
         work = self.plan.work
         return work.steps - self.num_steps if isinstance(work, Decode) else 0
 
 
 class StepsInFlight:
-    """Plans in the order in which they were sent, which is also the order of their results."""
+    """Plans in the order of sending, which is also the order of their results."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -234,7 +232,6 @@ class StepsInFlight:
         return iter(self._steps)
 
     def __len__(self) -> int:
-        """Plans without their last result."""
         return len(self._steps)
 
     @property
@@ -244,11 +241,11 @@ class StepsInFlight:
 
     @property
     def decodes_on(self) -> bool:
-        """Whether the latest plan allows several decode steps that a chunk may end."""
+        """Whether the latest plan allows several decode steps, and a chunk may end them."""
         return bool(self._steps) and self._steps[-1].num_left > 1 and not self._steps[-1].paced
 
     def granted(self) -> dict[Request, int]:
-        """Returns the tokens that the plans may still compute for each request that has not left them."""
+        """Returns the tokens that the plans may still compute for each request still in them."""
         granted: dict[Request, int] = {}
         for step in self._steps:
             if step.answered:
@@ -260,7 +257,7 @@ class StepsInFlight:
         return granted
 
     def runs(self, request: Request) -> bool:
-        """Whether the work of a plan includes the request, in the slot that it has."""
+        """Whether the work of a plan includes the request, in its present slot."""
         return any(request is one for step in self._steps if not step.answered for one in step.runs)
 
     def has_chunk_after(self, step: InFlight) -> bool:
@@ -268,7 +265,7 @@ class StepsInFlight:
         return any(other is not step and isinstance(other.plan.work, Prefill) for other in self._steps)
 
     def send(self, step: InFlight) -> None:
-        """Adds a plan that is sent now."""
+        """Adds a plan."""
         self._steps.append(step)
 
     def leave(self, slot: int) -> None:
@@ -282,14 +279,14 @@ class StepsInFlight:
             step.skipped.add(slot)
 
     def clear(self) -> None:
-        """Forgets all plans; no result will come."""
+        """Forgets all plans: no result will come."""
         self._steps.clear()
 
     def match(self, result: StepResult) -> InFlight:
-        """Returns the plan that a result answers.
+        """Returns the plan of a result.
 
         Raises:
-            Internal: if it is not the oldest outstanding plan, or the plan allowed fewer steps.
+            Internal: it is not the oldest outstanding plan, or allowed fewer steps.
         """
         step = self._steps[0] if self._steps else None
         if step is None or step.plan.step != result.step:
@@ -303,7 +300,7 @@ class StepsInFlight:
         return step
 
     def close(self, clock: Callable[[], float]) -> None:
-        """Removes the oldest plan, which was answered in full."""
+        """Removes the oldest plan, after its last result."""
         self._steps.popleft()
         if self._steps:
             self._steps[0].begun_s = clock()

@@ -1,53 +1,43 @@
-"""One replica's batches: which requests run, and what the worker does next.
+"""One replica's batches: which requests run, and the next plan for the worker.
 
 Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan,
 :meth:`ReplicaScheduler.update` takes in its results. A plan is valid whatever became of those before it, so
-the next one is decided from what each request will have when all that was sent has run. The worker applies
+the next is decided from the tokens each request will have when all plans have run. The worker applies
 plans in order, so blocks may change owners as soon as they are released, even while a step runs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import Turns, next_to_prefill, preemption_victim, runs_before
-from scheduler_svc.replica.decode_rows import Decoding
-from scheduler_svc.replica.outputs import Outputs
-from scheduler_svc.replica.plans import BatchRows, Changes, InFlight, StepsInFlight
-from scheduler_svc.replica.shared_prefill import SharedPrefills
-from scheduler_svc.replica.slots import AdmitResult, RequestOwner, Slots
-from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
+from scheduler_svc.replica.plans import BatchRows, InFlight
+from scheduler_svc.replica.quarantine import Abandoned, Loss, accuse
+from scheduler_svc.replica.results import ResultHandler
+from scheduler_svc.replica.slots import ReplicaOwner, Slots
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for, chunk_for
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
 _CHUNKS_BOUND: Final = 2
-"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and
-the order of the queue, cached prefixes and other replicas count until then."""
-
-
-class ReplicaOwner(RequestOwner, Protocol):
-    """The calls of a replica's scheduler to the engine."""
-
-    def released(self) -> None:
-        """Notes that blocks became free or a plan has room again: a request that did not fit may fit now."""
+"""Chunks that may precede the first chunk of a request with a slot. Until then, binding it to a slot gains
+nothing, while the order of the queue, cached prefixes and other replicas still count."""
 
 
 class ReplicaScheduler:
     """Continuous batching over static graphs.
 
     A plan is one prefill chunk at batch size 1, or some steps of a decode batch at a bucket size, never both.
-    One plan runs, and the next one waits on the worker; on a pipeline one runs on each stage.
+    One plan runs, and the next waits on the worker; on a pipeline one runs on each stage.
     """
 
     def __init__(
         self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, turns: Turns, *, clock: Callable[[], float],
-        observe_batch: Callable[[int], None] = lambda _: None, lease_steps: int = 1, event_interval_s: float = 0.0,
-        adapters: AdapterSeats | None = None, depth: int | None = None,
+        lease_steps: int = 1, event_interval_s: float = 0.0, adapters: AdapterSeats | None = None,
+        depth: int | None = None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -57,20 +47,17 @@ class ReplicaScheduler:
             owner: takes the requests that leave.
             turns: chooses between prefill and decode.
             clock: monotonic seconds.
-            observe_batch: receives the number of rows of each decode step.
-            lease_steps: decode steps that one plan may allow.
+            lease_steps: most decode steps of one plan.
             event_interval_s: time for which the worker may collect the tokens of these steps.
             adapters: counts the LoRA adapters; None if the worker runs none.
-            depth: plans that the worker may have at once; a pipeline's stages and one more if None.
+            depth: most plans on the worker at once; a pipeline's stages and one more if None.
         """
         self.shapes = shapes
         """The static shapes."""
         self.kv = kv
         """The replica's KV memory."""
         self.adapters = adapters or AdapterSeats(0, 0, clock)
-        """The LoRA adapters that the worker has, and those in use."""
-        self.stats = SchedulerStats()
-        """Counters."""
+        """The LoRA adapters of the worker, and those in use."""
         self._owner = owner
         kv.on_release = owner.released
         self._turns = turns
@@ -78,57 +65,34 @@ class ReplicaScheduler:
         self._lease_steps = lease_steps
         self._event_interval_s = event_interval_s
         self._depth = shapes.stages + 1 if depth is None else depth
-        # Whether a request was refused that the next chunk may make room for.
+        # Whether a request was refused, and the next chunk may make room for it.
         self._chunk_makes_room = False
         # Suspects and the decode batch take turns.
         self._trial_due = False
         # Whether nothing is sent until all plans are answered, because one failed.
         self._draining = False
-        self._changes = Changes()
-        self._in_flight = StepsInFlight()
-        self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
-        self._decoding = Decoding(
-            shapes.stages, kv, self._changes, self._in_flight, self.stats, owner.charge, observe_batch
-        )
-        self._slots = Slots(
-            shapes.stage_batch * shapes.stages, kv, self.adapters, self._decoding, self._changes, self._in_flight,
-            self._shared, owner, self.stats, clock,
-        )  # fmt: skip
-        self._outputs = Outputs(
-            self._slots, self._decoding, self._shared, self._in_flight, kv, owner, self.stats, clock
-        )  # fmt: skip
+        self._slots = slots = Slots(shapes, kv, self.adapters, owner, clock)
+        self.stats = slots.stats
+        """Counters."""
+        self._changes, self._in_flight, self._decoding = slots.changes, slots.in_flight, slots.decoding
+        self._results = ResultHandler(slots)
 
     # ---- state ----
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Requests with a slot."""
         return len(self._slots)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether requests run here, or wait for one that does."""
-        return bool(len(self._slots) or self._shared.num_waiting)
-
-    @property
     def num_deferred(self) -> int:
-        """Requests that wait here for a prefix."""
-        return self._shared.num_waiting
+        """Requests waiting here for a prefix."""
+        return len(self._slots.waiters)
 
     @property
-    def prefill_backlog(self) -> int:
-        """Tokens that running requests still have to prefill."""
-        return self._slots.prefill_backlog
-
-    def has_turn(self, request: Request) -> bool:
-        """Whether a request's first chunk would be among the next to run."""
-        if not self._slots.prefilling:
-            return True
-        chunk, rest = self.shapes.chunk, len(request.token_ids) - self.cached_tokens(request)
-        before = sum(
-            min(one.num_ungranted, chunk) for one in self._slots.prefilling if runs_before(one, request, rest)
-        )
-        return before < _CHUNKS_BOUND * chunk
+    def is_busy(self) -> bool:
+        """Whether requests run or wait here."""
+        return bool(len(self._slots) or self.num_deferred)
 
     @property
     def idle(self) -> bool:
@@ -136,18 +100,23 @@ class ReplicaScheduler:
         return not (len(self._slots) or self._in_flight or self.kv.copies)
 
     @property
-    def has_free_slot(self) -> bool:
-        """Whether another request may be admitted, if it has its turn and memory permits."""
-        return not self._slots.full
-
-    @property
     def has_pending(self) -> bool:
         """Whether results of plans are outstanding."""
         return bool(self._in_flight)
 
     @property
+    def prefill_backlog(self) -> int:
+        """Tokens that running requests still have to prefill."""
+        return self._slots.prefill_backlog
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another request may be admitted, in its turn and if memory permits."""
+        return not self._slots.full
+
+    @property
     def running(self) -> list[Request]:
-        """The requests that have a slot."""
+        """The requests with a slot."""
         return self._slots.requests
 
     @property
@@ -163,53 +132,68 @@ class ReplicaScheduler:
         """Returns how many leading tokens of a request are in the cache or being computed."""
         if self.shares_prompt(request):
             return request.num_prompt_tokens - 1
-        return self._shared.cached_tokens(request)
+        return self._slots.waiters.cached_tokens(request)
 
     def shares_prompt(self, request: Request) -> bool:
-        """Whether another sequence of the same request is here and has their prompt, or computes it."""
+        """Whether another sequence of the same request here has computed their prompt, or is doing so."""
         return request.can_fork and next(self._slots.siblings_with_prompt(request), None) is not None
+
+    def footprint(self, request: Request) -> float:
+        """Returns the share of the replica occupied by a running request: of its slots or its memory."""
+        return max(1 / self.shapes.max_num_seqs, self.kv.share_of(request.kv))
 
     # ---- admitting and releasing requests ----
 
-    def admit(self, request: Request) -> AdmitResult:
-        """Gives a waiting request a slot and blocks, or defers it until a shared prefix is computed."""
-        if self._slots.full or not self.adapters.has_room(request.adapter, request.rank):
-            return AdmitResult.NO_ROOM
-        if request.can_fork and (result := self._admit_sibling(request)) is not None:
-            return result
-        if self._shared.defer_for_prefix(request):
-            return AdmitResult.DEFERRED
-        beside = [one.kv for one in self._slots.prefilling]
-        if not (self.has_turn(request) and self.kv.admit(request.kv, beside)):
-            self._chunk_makes_room = True
-            return AdmitResult.NO_ROOM
-        self._slots.assign_slot(request)
-        return AdmitResult.ADMITTED
+    def admit(self, request: Request) -> bool:
+        """Gives a waiting request a slot and blocks, or defers it until a shared prefix is computed.
 
-    def _admit_sibling(self, request: Request) -> AdmitResult | None:
-        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt.
-
-        None: no sibling is here or none can be forked, and the request is admitted like any other.
+        Returns:
+            Whether the request is here now.
         """
+        if self._slots.full or not self.adapters.has_room(request.adapter, request.rank):
+            return False
+        if (request.can_fork and self._admit_sibling(request)) or self._slots.waiters.defer_for_prefix(
+            request
+        ):
+            return True
+        others = [one.kv for one in self._slots.prefilling]
+        if not (self._has_turn(request) and self.kv.admit(request.kv, others)):
+            self._chunk_makes_room = True
+            return False
+        self._slots.assign_slot(request)
+        return True
+
+    def _admit_sibling(self, request: Request) -> bool:
+        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt."""
         for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
-                self._shared.defer_for_prompt(request, origin)
-                return AdmitResult.DEFERRED
+                self._slots.waiters.defer_for_prompt(request, origin)
+                return True
             if self._slots.fork(origin, request):
-                return AdmitResult.ADMITTED
-        return None
+                return True
+        return False
+
+    def _has_turn(self, request: Request) -> bool:
+        """Whether a request's first chunk would be among the next to run."""
+        if not self._slots.prefilling:
+            return True
+        chunk, rest = self.shapes.chunk, len(request.token_ids) - self.cached_tokens(request)
+        before = sum(
+            min(one.num_ungranted, chunk) for one in self._slots.prefilling if runs_before(one, request, rest)
+        )
+        return before < _CHUNKS_BOUND * chunk
 
     def stop(self, request: Request, event: Event) -> None:
-        """Ends a request that runs or is deferred here with its last event; the next plan frees its slot."""
+        """Ends a request running or deferred here with its last event; the next plan frees its slot."""
         self._slots.finish(request, event)
 
     def preempt_for(self, request: Request, candidates: Sequence[Request], reason: str) -> bool:
-        """Preempts the first of some running requests, as few as make the waiting one fit for certain.
+        """Preempts the first of some running requests, as few as make the waiting request fit for certain.
 
         Returns:
             Whether there is room now; nothing is preempted if not all of them would be enough.
         """
-        if not self.has_turn(request) or not self.fits(request):
+        if not self._has_turn(request) or not self.fits(request):
             return False
         users: Sequence[Request] = ()
         if not self.adapters.has_room(request.adapter, request.rank):
@@ -222,26 +206,21 @@ class ReplicaScheduler:
         least = max(len(users), int(self._slots.full))
         if least > len(order):
             return False
-        beside = [one.kv for one in self._slots.prefilling]
-        count = self.kv.num_to_leave(request.kv, [one.kv for one in order], least, beside)
+        others = [one.kv for one in self._slots.prefilling]
+        count = self.kv.num_to_leave(request.kv, [one.kv for one in order], least, others)
         for one in order[: count or 0]:
             self._slots.preempt(one, reason)
         return count is not None
 
-    def footprint(self, request: Request) -> float:
-        """Returns the share of the replica that a running request occupies: of its slots or its memory."""
-        return max(1 / self.shapes.max_num_seqs, self.kv.share_of(request.kv))
-
     def abandon(self, loss: Loss) -> Abandoned:
         """Takes all requests off a lost replica; the loss may make suspects of those in unanswered plans."""
-        accused = accuse(self._in_flight if loss.blames else (), self._slots.requests)
-        suspects = accused.of_loss()
-        return Abandoned(self._slots.clear(), suspects, suspects[0] if accused.alone else None)
+        suspects, culprit = accuse(self._in_flight, loss, self._slots.requests)
+        return Abandoned(self._slots.clear(), suspects, culprit)
 
     # ---- deciding ----
 
     def next_plan(self) -> StepPlan | None:
-        """Decides what the worker does next. Call it until it returns None.
+        """Decides the next plan. Call it until it returns None.
 
         Returns:
             The plan; None if the worker has enough plans, or there is nothing to do.
@@ -282,7 +261,7 @@ class ReplicaScheduler:
         if request is None:
             return None
         step_s = self.stats.times.decode.at(len(self._decoding))
-        bucket = chunk_for(request.num_ungranted, self._buckets(step_s))
+        bucket = chunk_for(request.num_ungranted, self._chunk_sizes(step_s))
         tokens = min(bucket, request.num_ungranted)
         chunk_s = self.stats.times.of_bucket(bucket)
         rest_s = chunk_s * -(-request.num_ungranted // tokens)
@@ -307,7 +286,7 @@ class ReplicaScheduler:
             self._owner.released()
         return plan
 
-    def _buckets(self, step_s: float) -> Sequence[int]:
+    def _chunk_sizes(self, step_s: float) -> Sequence[int]:
         """Returns the buckets for the next chunk: those that keep the gap before a decode step on target."""
         sizes = self.shapes.chunk_sizes
         if not self._decoding:
@@ -317,7 +296,7 @@ class ReplicaScheduler:
         return [size for size in sizes if size <= longest]
 
     def _may_prefill(self) -> Sequence[Request]:
-        """Returns the requests whose next chunk can be sent now."""
+        """Returns the requests ready for their next chunk."""
         prefilling = self._slots.prefilling
         if not self.kv.slides_in_place:
             return prefilling
@@ -343,19 +322,17 @@ class ReplicaScheduler:
         """Returns a plan with the next steps of the decode batch whose turn it is."""
         if not self._decoding:
             return None
-        buckets = self.shapes.buckets
-        rows, steps = self._decoding.grant(self._most_steps(), buckets, self._grow, self._make_room)
+        rows, steps = self._decoding.grant(self._most_steps(), self._make_room)
         if not steps:
             return None
         batch = rows.batch
         per_result = 1
         if self._event_interval_s and (step_s := self.stats.times.decode.at(len(batch.slots))):
             per_result = max(1, min(steps, int(self._event_interval_s / step_s)))
-        work = Decode(batch.slots, bucket_for(len(batch.slots), buckets), steps, per_result)
+        work = Decode(batch.slots, bucket_for(len(batch.slots), self.shapes.buckets), steps, per_result)
         self._turns.sent_steps(steps * self._stages_per_batch)
-        context = rows.context_tokens
         return self._send(
-            work, batch.requests, batch, interrupts=interrupts, context_tokens=context,
+            work, batch.requests, batch, interrupts=interrupts, context_tokens=rows.context_tokens,
             paced=bool(self._slots.prefilling),
         )  # fmt: skip
 
@@ -369,20 +346,22 @@ class ReplicaScheduler:
 
     @property
     def _stages_per_batch(self) -> int:
-        """Pipeline stages for each decode batch that has requests."""
+        """Pipeline stages for each decode batch in use."""
         return self.shapes.stages // max(1, self._decoding.num_active)
 
     def _send(
         self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
         interrupts: bool = False, context_tokens: int = 0, paced: bool = False,
     ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work and everything that comes before it."""
+        """Returns the plan with this work, after all pending changes and copies."""
         copies = self.kv.copies.take()
-        self.stats.count_plan(work is not None, ahead=bool(self._in_flight))
+        if work is not None:
+            self.stats.plans += 1
+            self.stats.plans_ahead += bool(self._in_flight)
         plan = self._changes.build(
             work, requests, copies, interrupts=interrupts, context_tokens=context_tokens
         )
-        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), batch, paced))
+        self._in_flight.send(InFlight(plan, requests, self._clock(), copies, batch, paced))
         return plan
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
@@ -390,7 +369,7 @@ class ReplicaScheduler:
 
         False: the request was preempted itself, or runs alone and copies in flight hold its blocks.
         """
-        while not self._grow(request, num_tokens):
+        while not self._changes.grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
                 # An admitted request fits an empty replica, so kept windows are in the way.
@@ -406,16 +385,8 @@ class ReplicaScheduler:
                 return False
         return True
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Grows a request's tables; False, with no block allocated, if too few are free."""
-        grown = self.kv.grow(request.kv, num_tokens)
-        if grown is None:
-            return False
-        self._changes.grow(request, grown)
-        return True
-
     def drain(self) -> None:
-        """Sends nothing until all plans are answered; the next one then follows from results alone."""
+        """Sends nothing until all plans are answered; the next then follows from results alone."""
         self._draining = bool(self._in_flight)
         self._decoding.refresh()
 
@@ -425,12 +396,12 @@ class ReplicaScheduler:
         """Applies a result: tokens go to their requests' sinks, ended requests release slot and blocks.
 
         Raises:
-            Internal: if results and plans do not match; the replica's state is then unknown.
+            Internal: results and plans do not match; the replica's state is then unknown.
         """
         step = self._in_flight.match(result)
         first, last = step.num_steps == result.num_steps, result.last or result.error is not None
         step.answered = last
-        self._outputs.apply(step, result, first=first)
+        self._results.apply(step, result, first=first)
         if last:
             if missing := step.num_left:
                 self._decoding.refresh()

@@ -1,4 +1,4 @@
-"""Counters of a replica's scheduler, which the metrics module exports."""
+"""Counters of a replica, exported by the metrics module."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from protos.errors import NotFinite, TriptychError
+from protos.steps import PoolShape
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.policy.learned_times import LearnedTimes
+from scheduler_svc.requests.request import Request
 
 # vLLM's histogram bounds, so that its dashboards keep working: seconds of a request's phases, tokens of steps
 # and of requests, and preemptions of a request. vLLM ends the tokens of a request at the longest sequence;
@@ -63,59 +66,97 @@ class BucketStats:
     rows: int = 0
     """Requests in decode steps, tokens in prefill steps; ``steps * bucket - rows`` were padding."""
     seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
-    """The time that the steps took on the worker."""
+    """Step times on the worker."""
 
 
 @dataclass(slots=True)
-class SchedulerStats:
-    """Counters from the start of a replica."""
+class ReplicaStats:
+    """Counters of every replica, from its start."""
 
     times: LearnedTimes = field(default_factory=LearnedTimes)
-    """Seconds that a step takes."""
+    """Seconds of a step."""
+    report: WorkerReport = field(default_factory=WorkerReport)
+    """The latest report of the worker."""
+    queue_s: Distribution = field(default_factory=Distribution)
+    """Seconds from a request's arrival until its first slot."""
+    not_finite: int = 0
+    """Requests failed because the model computed NaN or infinity."""
+
+    def count_start(self, request: Request, now_s: float) -> None:
+        """Notes that a request got a slot."""
+        delivery = request.delivery
+        if delivery.first_scheduled_s is None:
+            delivery.first_scheduled_s = now_s
+            self.queue_s.observe(now_s - delivery.accepted_s)
+        if request.trace is not None:
+            request.trace.runs(now_s)
+
+    def count_fault(self, request: Request, error: TriptychError) -> TriptychError:
+        """Counts a request failed by the worker; returns the error for its client."""
+        if not isinstance(error, NotFinite):
+            return error
+        self.not_finite += 1
+        return NotFinite(f"{error.message} for request {request.request_id}")
+
+
+@dataclass(slots=True)
+class PoolStats(ReplicaStats):
+    """Counters of a replica of a pooling model."""
+
+    batches: Counter[PoolShape] = field(default_factory=Counter)
+    """Steps by shape."""
+    rows: Counter[PoolShape] = field(default_factory=Counter)
+    """Requests in these steps by shape; the other rows were padding."""
+    tokens: Counter[PoolShape] = field(default_factory=Counter)
+    """Prompt tokens in these steps by shape; the other tokens were padding."""
+    seconds: dict[PoolShape, Distribution] = field(default_factory=dict)
+    """Step times on the worker, by shape."""
+
+
+@dataclass(slots=True)
+class SchedulerStats(ReplicaStats):
+    """Counters of a replica of a generating model."""
+
     prefills: dict[int, BucketStats] = field(default_factory=dict)
     """Prefill steps by bucket."""
     chunk_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
     """Tokens by prefill step."""
     observe_chunk: Callable[[int], None] = lambda _: None
     """Receives the tokens of each prefill step."""
+    buckets: dict[int, BucketStats] = field(default_factory=dict)
+    """Decode steps by bucket."""
     step_rows: Counter[int] = field(default_factory=Counter)
     """Decode steps by their requests."""
+    observe_batch: Callable[[int], None] = lambda _: None
+    """Receives the requests of each decode step."""
     plans: int = 0
-    """Plans with work that were sent."""
+    """Plans with work."""
     plans_ahead: int = 0
-    """Those that the worker got before it had answered the plan before."""
-    report: WorkerReport = field(default_factory=WorkerReport)
-    """What the worker reported last."""
+    """Those sent before the answer to an earlier plan."""
     grammar_compile_s: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
-    """Seconds from asking for a grammar until the worker had it."""
+    """Seconds from the order of a grammar until the worker had it."""
     prompt_tokens: int = 0
-    """Prompt tokens of requests that sent their first event."""
+    """Prompt tokens of requests with a first event."""
     cached_prompt_tokens: int = 0
-    """Those of them that a prefix hit served."""
+    """Those served by prefix hits."""
     generated_tokens: int = 0
     """New tokens."""
     forced_tokens: int = 0
-    """New tokens that a grammar left no choice about; they needed no forward pass."""
-    buckets: dict[int, BucketStats] = field(default_factory=dict)
-    """Decode steps by bucket."""
+    """New tokens without alternative in a grammar; they needed no forward pass."""
     preemptions: Counter[str] = field(default_factory=Counter)
-    """Preempted requests by reason: "memory", "priority" or "fault"."""
+    """Preempted requests by reason: "memory", "priority", "share" or "fault"."""
     num_preempted: int = 0
     """Their sum."""
     deferred: int = 0
-    """Requests that waited for a prefix that another request computed."""
-    not_finite: int = 0
-    """Requests that failed because the model computed NaN or infinity."""
+    """Requests deferred until another request had computed their prefix."""
     forks: int = 0
-    """Sequences that continued from the prompt that another sequence of their request computed."""
+    """Sequences started from a prompt computed by another sequence of their request."""
     stall_s: float = 0.0
     """Total seconds for which prefill chunks kept decoding requests waiting between two decode steps."""
     longest_stall_s: float = 0.0
     """The longest single stall."""
-    queue_s: Distribution = field(default_factory=Distribution)
-    """Seconds from a request's arrival until it first got a slot."""
     prefill_s: Distribution = field(default_factory=Distribution)
-    """Seconds from its first slot until its first token."""
+    """Seconds from a request's first slot until its first token."""
     decode_s: Distribution = field(default_factory=Distribution)
     """Seconds from its first token until its last."""
     inference_s: Distribution = field(default_factory=Distribution)
@@ -123,7 +164,7 @@ class SchedulerStats:
     request_preemptions: Distribution = field(default_factory=lambda: Distribution(REQUEST_PREEMPTIONS))
     """Preemptions of each request that ended by itself."""
     computed_tokens: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
-    """Prompt tokens of each request that no prefix hit served."""
+    """Prompt tokens of each request computed without a prefix hit."""
 
     def count_chunk(self, bucket: int, tokens: int, seconds: float) -> None:
         """Counts a prefill step with its tokens and its time on the worker."""
@@ -136,7 +177,7 @@ class SchedulerStats:
         self.observe_chunk(tokens)
 
     def count_decode(self, num_rows: int, bucket: int, seconds: float) -> None:
-        """Counts a decode step that took that long on the worker."""
+        """Counts a decode step with its requests and its time on the worker."""
         stats = self.buckets.get(bucket)
         if stats is None:
             stats = self.buckets[bucket] = BucketStats()
@@ -145,8 +186,19 @@ class SchedulerStats:
         stats.seconds.observe(seconds)
         self.step_rows[num_rows] += 1
         self.times.decode.observe(num_rows, seconds)
+        self.observe_batch(num_rows)
 
-    def count_plan(self, has_work: bool, *, ahead: bool) -> None:
-        """Counts a plan that is sent; `ahead` says whether another one is in flight."""
-        self.plans += has_work
-        self.plans_ahead += has_work and ahead
+    def count_stall(self, seconds: float) -> None:
+        """Counts a stall."""
+        self.stall_s += seconds
+        self.longest_stall_s = max(self.longest_stall_s, seconds)
+
+    def count_end(self, request: Request, now_s: float) -> None:
+        """Counts a request that ended by itself."""
+        delivery = request.delivery
+        if delivery.first_token_s is not None:
+            self.decode_s.observe(now_s - delivery.first_token_s)
+        if delivery.first_scheduled_s is not None:
+            self.inference_s.observe(now_s - delivery.first_scheduled_s)
+        self.request_preemptions.observe(delivery.num_preemptions)
+        self.computed_tokens.observe(max(0, request.num_prompt_tokens - request.kv.num_cached))

@@ -279,7 +279,13 @@ class Request:
         if told:
             self.sink.push(Event(self.request_id, worker_losses=0))
 
-    def note_end(self, event: Event, now_s: float) -> None:
+    def finish(self, event: Event, now_s: float) -> None:
+        """Ends the sequence with its last event: in its spans, in the log and for its client."""
+        self.state = RequestState.FINISHED
+        self._log_end(event, now_s)
+        self.sink.push(event)
+
+    def _log_end(self, event: Event, now_s: float) -> None:
         """Writes the sequence's spans and, after the last sequence of a client request, a line in the log.
 
         A call of a pooling model logs a single line for all its requests, elsewhere.

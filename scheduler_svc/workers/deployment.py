@@ -12,8 +12,8 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.load import Load, ReplicaLoad, Totals
 from scheduler_svc.engine.request_timeouts import RequestTimeouts
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path

@@ -13,7 +13,7 @@ from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.engine.placement import AttachedReplica
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.workers.adapter_loader import AdapterLoader
 from scheduler_svc.workers.configure import Configurator
 from scheduler_svc.workers.deployment import Deployment, make_memory

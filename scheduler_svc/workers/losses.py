@@ -6,7 +6,7 @@ from time import monotonic
 
 from protos.errors import Unavailable
 from protos.service.logs import get_logger
-from scheduler_svc.replica.suspects import Detached, Loss
+from scheduler_svc.replica.quarantine import Detached, Loss
 from scheduler_svc.workers.progress import Stall
 
 # Most request ids in a log line.

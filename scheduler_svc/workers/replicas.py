@@ -197,11 +197,11 @@ class GeneratingReplicas:
                 itl_target_s=settings.itl_target_ms * 1e-3,
             ),
             clock=self._clock,
-            observe_batch=self._histogram.observe,
             lease_steps=min(settings.lease_steps, description.max_lease_steps),
             event_interval_s=settings.event_interval_ms * 1e-3,
             adapters=AdapterSeats(lora.max_loras, lora.max_cpu_loras, self._clock) if lora else None,
         )
+        scheduler.stats.observe_batch = self._histogram.observe
         scheduler.stats.observe_chunk = self._histogram.observe_chunk
         registry = self._engine.adapters.registry
         registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]

@@ -125,9 +125,9 @@ class OurScheduler:
                      options=CacheOptions(cache_generated=True))  # fmt: skip
         histogram = BatchHistogram(None, None, time.monotonic, structlog.get_logger())
         self._scheduler = ReplicaScheduler(
-            shapes, kv, self._engine, Turns(1), clock=time.monotonic, observe_batch=histogram.observe,
-            depth=1,
+            shapes, kv, self._engine, Turns(1), clock=time.monotonic, depth=1
         )  # fmt: skip
+        self._scheduler.stats.observe_batch = histogram.observe
         self._engine.model = ModelLimits(
             MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
         )

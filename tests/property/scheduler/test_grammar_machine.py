@@ -13,8 +13,8 @@ from scheduler_svc.engine import grammar_queue
 from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.rules import Turns
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason, Grammar
 from tests.support.plan_order import SimulatedWorker
 from tests.support.property_settings import machine

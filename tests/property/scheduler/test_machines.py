@@ -425,9 +425,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, engine = self.rig.scheduler, self.rig.engine
         assert scheduler.prefill_backlog == scheduler.num_running == scheduler.num_deferred == 0
         assert not scheduler._slots.trials
-        assert not scheduler._shared._computing
+        assert not scheduler._slots.waiters._computing
         assert not scheduler._decoding
-        assert not scheduler._shared._sources
+        assert not scheduler._slots.waiters._sources
         assert not scheduler._changes._unsent
         assert not engine.live()
         assert not engine._live._groups

@@ -12,7 +12,7 @@ from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.pooling import PoolScheduler
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.shape_config import PACKED_TOKENS
 from tests.support.property_settings import machine

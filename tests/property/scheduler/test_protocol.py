@@ -16,8 +16,8 @@ from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed
 from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from tests.support.property_settings import machine

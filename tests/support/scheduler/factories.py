@@ -20,8 +20,8 @@ from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink

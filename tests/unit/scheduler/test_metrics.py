@@ -13,7 +13,7 @@ from protos.triptych.v1 import worker_pb2
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.engine.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.descriptions import description_from_proto

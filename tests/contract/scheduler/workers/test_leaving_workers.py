@@ -7,7 +7,7 @@ import pytest
 
 from protos.errors import Unavailable
 from protos.triptych.v1 import registry_pb2
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from protos.errors import Unavailable
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.workers.progress import MOST_IN_A_ROW, Stall
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker

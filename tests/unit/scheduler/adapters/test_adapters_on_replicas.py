@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 from tests.support.scheduler.second_replica import Second, add_replica, run
 

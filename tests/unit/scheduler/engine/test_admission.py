@@ -17,7 +17,7 @@ from protos.errors import (
     Unsupported,
 )
 from scheduler_svc.engine.placement import Placer
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import FinishReason

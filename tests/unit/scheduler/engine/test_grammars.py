@@ -10,7 +10,7 @@ from protos.steps import SlotOutput, StepResult
 from scheduler_svc.engine.engine import MOST_GRAMMAR_LOSSES
 from scheduler_svc.engine.grammar_queue import MAX_OPEN_PER_TENANT
 from scheduler_svc.engine.placement import Placer
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar

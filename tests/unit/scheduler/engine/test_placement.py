@@ -6,7 +6,7 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import StepResult
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,

@@ -6,7 +6,7 @@ import pytest
 
 from protos.errors import TimedOut
 from scheduler_svc.engine.request_timeouts import RequestTimeouts, Timeout
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.requests.admission import Resumed
 from scheduler_svc.requests.request import Request
 from tests.support.scheduler.factories import (

@@ -5,7 +5,7 @@ import pytest
 from protos.errors import Overloaded
 from scheduler_svc.engine.waiting import RESUMED_FACTOR
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
-from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.replica.quarantine import Loss
 from tests.support.scheduler.factories import expected_tokens, make_rig, make_shapes, make_submission
 
 

@@ -1,56 +1,36 @@
 """Turns a worker's results into progress of requests and events for clients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from protos.errors import Internal, InvalidArgument, NotFinite, TriptychError, Unavailable
+from protos.errors import Internal, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_rows import Decoding
-from scheduler_svc.replica.plans import BatchRows, InFlight, StepsInFlight
-from scheduler_svc.replica.shared_prefill import SharedPrefills
-from scheduler_svc.replica.slots import RequestOwner, Slots
-from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.suspects import blame
+from scheduler_svc.replica.plans import BatchRows, InFlight
+from scheduler_svc.replica.quarantine import blame
+from scheduler_svc.replica.slots import Slots
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import FinishReason
 
 
-class Outputs:
+class ResultHandler:
     """Applies results to requests. A token without surprises costs a few operations."""
 
-    def __init__(
-        self, slots: Slots, decoding: Decoding, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
-        owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
-    ) -> None:  # fmt: skip
-        """Works on the parts of one replica's scheduler.
-
-        Args:
-            slots: the requests that the results are for.
-            decoding: those of them that decode.
-            shared: learns which prefixes are computed.
-            in_flight: the plans that are sent already.
-            kv: indexes computed chunks and settles copies.
-            owner: takes the requests that leave.
-            stats: counters.
-            clock: monotonic seconds.
-        """
+    def __init__(self, slots: Slots) -> None:
+        """Applies them to the requests in these slots."""
         self._slots = slots
-        self._decoding = decoding
-        self._shared = shared
-        self._in_flight = in_flight
-        self._kv = kv
-        self._prefixes = kv.prefixes
-        self._owner = owner
-        self._stats = stats
-        self._clock = clock
+        self._decoding = slots.decoding
+        self._waiters = slots.waiters
+        self._kv = slots.kv
+        self._owner = slots.owner
+        self._stats = slots.stats
+        self._clock = slots.clock
 
     def apply(self, step: InFlight, result: StepResult, *, first: bool) -> None:
-        """Applies one result of a plan; ``first`` if it is the plan's first one."""
+        """Applies a result of a plan; ``first`` if it is the plan's first."""
         work = step.plan.work
         if result.report is not None:
             self._stats.report = result.report
-        for request in self._shared.copies_done(result.step):
+        for request in self._waiters.copies_done(result.step):
             self._owner.requeue(request)
         if step.copies and first:
             self._kv.settle_copies(step.copies, done=result.error is None)
@@ -72,22 +52,14 @@ class Outputs:
     # ---- faults ----
 
     def _apply_failure(self, step: InFlight, error: TriptychError) -> None:
-        """Lets the requests of a failed step run again, each alone.
-
-        One that was alone in it fails if the error is its own, or if further attempts are hopeless.
-        """
-        is_its_own, alone = isinstance(error, InvalidArgument), len(step.requests) == 1
-        for request in blame(step):
+        for request, fails in blame(step, error, self._owner.is_hopeless):
             request.kv.cache_epoch = -1  # its keys and values are undefined: nothing more is indexed
-            assert request.replica_id is not None
-            if not is_its_own:
-                request.failed_on.add(request.replica_id)
-            if alone and (is_its_own or self._owner.is_hopeless(request)):
+            if fails:
                 self._slots.finish(request, Event(request.request_id, error=error))
             else:
                 self._slots.preempt(request, "fault")
-        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
-        # its slot.
+        # Progress is unknown: restart the requests changed by this plan. A copy's sequence may have left its
+        # slot.
         changed = {growth.slot for growth in step.plan.grow}
         copied_to = {copy.sequence for copy in step.copies}
         changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
@@ -97,11 +69,11 @@ class Outputs:
                 self._slots.preempt(changed_request, "fault")
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
-        """Ends a request that the worker could not run; without its grammar or adapter, it waits for that."""
+        """Ends a request refused by the worker, or requeues it until its grammar or adapter is there."""
         request = self._slots.at(slot)
         if request is None:
             return
-        request.kv.cache_epoch = -1  # what it computed may be wrong: nothing more is indexed
+        request.kv.cache_epoch = -1  # its results may be wrong: nothing more is indexed
         if isinstance(error, Unavailable) and error.param == "adapter_id" and request.adapter is not None:
             self._slots.adapters.lost(request.adapter.adapter_id, request.adapter_load)
             self._slots.release(request)
@@ -111,9 +83,7 @@ class Outputs:
             self._slots.release(request)
             self._owner.without_grammar(request)
             return
-        if isinstance(error, NotFinite):
-            self._stats.not_finite += 1
-            error = NotFinite(f"{error.message} for request {request.request_id}")
+        error = self._stats.count_fault(request, error)
         self._slots.finish(request, Event(request.request_id, error=error))
 
     # ---- decode steps ----
@@ -121,9 +91,13 @@ class Outputs:
     def _apply_steps(self, work: Decode, step: InFlight, result: StepResult, batch: BatchRows) -> None:
         """Applies the decode steps of a result, one after the other."""
         count, rows, tokens = result.num_steps, len(batch.requests), result.token_ids
-        self._decoding.count_steps(batch, work.bucket, count, result.execute_us * 1e-6 / count)
+        for _ in range(count):
+            self._stats.count_decode(rows, work.bucket, result.execute_us * 1e-6 / count)
+        for tenant, own in batch.tenants.items():
+            self._owner.charge(tenant, own * count)
         if self._decoding.stalled_since is not None:
-            self._decoding.end_stall(step.begun_s)
+            self._stats.count_stall(step.begun_s - self._decoding.stalled_since)
+            self._decoding.stalled_since = None
         if not tokens:
             self._apply_rows(work, step, {output.slot: output for output in result.outputs}, result)
             return
@@ -146,7 +120,7 @@ class Outputs:
     def _apply_rows(
         self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult
     ) -> None:
-        """Applies a step row by row: a row has left, is skipped, or has its first or several tokens."""
+        """Applies a step row by row: a row has left, is skipped, or gave its first or several tokens."""
         for slot, request in zip(work.slots, step.requests, strict=True):
             if slot not in step.ignored:
                 self._apply_row(request, outputs.get(slot), result)
@@ -154,7 +128,7 @@ class Outputs:
             self._decoding.refresh()
 
     def _apply_column(self, batch: BatchRows, tokens: Sequence[int]) -> None:
-        """Applies a step that gave a token for each row: the common case, which runs once per token."""
+        """Applies a step with a token for each row: the common case, run once per token."""
         requests = batch.requests
         # Each request computes one token and gets one, so its `num_uncomputed` stays 1.
         ending: dict[str, Event] | None = None
@@ -177,7 +151,7 @@ class Outputs:
             sink.push_tokens(request_ids, tokens if rows is None else [tokens[row] for row in rows])
 
     def _send_last_tokens(self, batch: BatchRows, tokens: Sequence[int], ending: dict[str, Event]) -> None:
-        """Sends the tokens of a step in which some requests end; ``ending`` has their events by request."""
+        """Sends the tokens of a step; ``ending`` holds the last events of some requests."""
         for sink, request_ids, rows in batch.sinks:
             own = tokens if rows is None else [tokens[row] for row in rows]
             pairs = [pair for pair in zip(request_ids, own, strict=True) if pair[0] not in ending]
@@ -188,16 +162,14 @@ class Outputs:
                 self._send(request, event)
 
     def _apply_trial(self, work: Decode, step: InFlight, result: StepResult) -> None:
-        """Applies the decode step that a suspect ran alone; it joins the decode batch."""
+        """Applies the decode step run by a suspect alone, which joins the decode batch."""
         slot, request = work.slots[0], step.requests[0]
-        self._decoding.count_step_outside(request, work.bucket, result.execute_us * 1e-6)
+        self._stats.count_decode(1, work.bucket, result.execute_us * 1e-6)
+        self._owner.charge(request.tenant, 1)
         if slot in step.left:
             return
         self._slots.clear_suspect(request)
-        output = next((output for output in result.outputs if output.slot == slot), None)
-        if result.token_ids:
-            output = SlotOutput(slot, (result.token_ids[0],))
-        self._apply_row(request, output, result)
+        self._apply_row(request, _output_of(slot, result), result)
 
     def _apply_row(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
         """Applies a request's row of a decode step."""
@@ -214,7 +186,7 @@ class Outputs:
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran
-        output = next((output for output in result.outputs if output.slot == chunk.slot), None)
+        output = _output_of(chunk.slot, result)
         if output is not None and output.error is not None:
             return  # the caller ends the request
         if output is not None and output.prompt_logprobs:
@@ -227,19 +199,16 @@ class Outputs:
         if not self._slots.prefilled(request):
             return
         # Sequences of the same request continue from the computed prompt, as far as there is room.
-        for waiter in self._shared.prompt_computed(request):
+        for waiter in self._waiters.prompt_computed(request):
             if not self._slots.fork(request, waiter):
                 self._owner.requeue(waiter)
-        if not chunk.sample:
-            return
-        if result.token_ids:
-            output = SlotOutput(chunk.slot, (result.token_ids[0],))
-        self._accept(request, output, result)
+        if chunk.sample:
+            self._accept(request, output, result)
 
     def _send_prompt_logprobs(
         self, request: Request, start: int, logprobs: Sequence[common_pb2.TokenLogprobs]
     ) -> None:
-        """Sends the entries of a chunk that begins at ``start``, except those already sent."""
+        """Sends the entries of a chunk from ``start``, except those already sent."""
         sent = request.delivery.num_prompt_logprobs
         new = tuple(logprobs[max(0, sent - start) :])
         if new:
@@ -247,20 +216,20 @@ class Outputs:
             self._send(request, Event(request.request_id, prompt_logprobs=new))
 
     def _index_chunk(self, request: Request, start: int, end: int) -> None:
-        """Makes a computed chunk findable and requeues the requests that waited for it."""
+        """Indexes a computed chunk and requeues the requests waiting for it."""
         if request.prefills_forced:
             request.kv.num_computed = end
-            self._prefixes.index_decoded(request.kv)
+            self._kv.prefixes.index_decoded(request.kv)
             return
-        self._prefixes.index_chunk(request.kv, start, end)
+        self._kv.prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._shared.reached(request, start, end, self._in_flight.latest):
+        for waiter in self._waiters.reached(request, start, end, self._slots.in_flight.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----
 
     def _accept(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
-        """Appends new tokens up to the first one that ends the sequence, and sends them."""
+        """Appends new tokens up to the end of the sequence, and sends them."""
         if output is None or not output.token_ids:
             error = Internal(f"step {result.step} gave no token for request {request.request_id}")
             self._slots.finish(request, Event(request.request_id, error=error))
@@ -293,22 +262,18 @@ class Outputs:
         if event.finish_reason is None:
             request.sink.push(event)
             return
-        self._count_end(request)
+        self._stats.count_end(request, self._clock())
         self._slots.finish(request, event)
 
-    def _count_end(self, request: Request) -> None:
-        """Counts a request that has ended by itself."""
-        delivery, stats, now = request.delivery, self._stats, self._clock()
-        if delivery.first_token_s is not None:
-            stats.decode_s.observe(now - delivery.first_token_s)
-        if delivery.first_scheduled_s is not None:
-            stats.inference_s.observe(now - delivery.first_scheduled_s)
-        stats.request_preemptions.observe(delivery.num_preemptions)
-        stats.computed_tokens.observe(max(0, request.num_prompt_tokens - request.kv.num_cached))
+
+def _output_of(slot: int, result: StepResult) -> SlotOutput | None:
+    """Returns the output of a step for its only slot."""
+    output = next((output for output in result.outputs if output.slot == slot), None)
+    return SlotOutput(slot, (result.token_ids[0],)) if output is None and result.token_ids else output
 
 
 def _append(request: Request, output: SlotOutput) -> Event:
-    """Appends an output's tokens up to the first one that ends the sequence; returns the event for them."""
+    """Appends an output's tokens up to the end of the sequence; returns the event for them."""
     accepted: list[int] = []
     reason: FinishReason | None = None
     for token in output.token_ids:

@@ -1,4 +1,4 @@
-"""Requests that wait for a prefix, or for a whole prompt, that another request on the replica computes.
+"""Requests deferred until another request on the replica has computed a prefix, or their whole prompt.
 
 Prefill runs one chunk at a time, so a second request with the same prefix loses nothing by waiting, and the
 replica computes the prefix once.
@@ -13,36 +13,29 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 Awaited: TypeAlias = BlockKey | SequenceGroup
-"""The target of a wait: a possible end of a hit, or the prompt that the sequences of one request share."""
+"""The target of a wait: a possible end of a hit, or the prompt shared by the sequences of a request."""
 
 
-class SharedPrefills:
-    """Prefixes in progress, the requests that compute them, and the requests that wait for them."""
+class PrefixWaiters:
+    """Prefixes in progress, the requests computing them, and the requests waiting for them."""
 
     def __init__(self, prefixes: PrefixIndex, copies: CopyQueue, stats: SchedulerStats) -> None:
-        """Starts empty.
-
-        Args:
-            prefixes: the replica's prefix cache.
-            copies: the replica's queue of block copies.
-            stats: counts requests that wait.
-        """
+        """Starts empty; the replica's prefix cache, queue of block copies and counters."""
         self._prefixes = prefixes
         self._copies = copies
         self._stats = stats
         self._computing: dict[Awaited, Request] = {}
-        # The ids of requests that compute a prompt.
+        # The ids of requests computing a prompt.
         self._sources: set[str] = set()
         self._waiters: dict[Awaited, list[Request]] = {}
         # By request id.
         self._awaited: dict[str, Awaited] = {}
         # Their prefix is computed, but the copy of its window travels with the next plan: the number of the
-        # plan before that one, and the request.
+        # plan before that, and the request.
         self._waiting_for_copies: list[tuple[int, Request]] = []
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait here."""
+    def __len__(self) -> int:
+        """The number of waiting requests."""
         return len(self._awaited) + len(self._waiting_for_copies)
 
     def cached_tokens(self, request: Request) -> int:
@@ -54,7 +47,7 @@ class SharedPrefills:
     # ---- waiting ----
 
     def defer_for_prefix(self, request: Request) -> bool:
-        """Defers the request if an earlier one is computing more of its prompt than is cached.
+        """Defers a request if an earlier one is computing more of its prompt than is cached.
 
         Returns:
             Whether the request waits now.
@@ -65,7 +58,7 @@ class SharedPrefills:
             return False
         key = keys[shared - 1]
         computing = self._computing[key]
-        # Waiting behind a less urgent request could take long.
+        # A less urgent request could take long.
         if computing.rank >= request.rank or shared <= self._prefixes.longest_hit(keys, limit):
             return False
         computing.kv.junction = max(computing.kv.junction, shared)
@@ -73,15 +66,15 @@ class SharedPrefills:
         return True
 
     def defer_for_prompt(self, request: Request, origin: Request) -> None:
-        """Defers a sequence until ``origin``, another one of its request, has computed their prompt."""
+        """Defers a sequence until ``origin``, another sequence of its request, has computed their prompt."""
         assert request.group is not None
         self._defer(request, request.group, origin)
 
     def cancel(self, request: Request) -> None:
-        """Removes a request that waits here."""
+        """Removes a waiting request."""
         key = self._awaited.pop(request.request_id, None)
         if key is None:
-            self._waiting_for_copies = [one for one in self._waiting_for_copies if one[1] is not request]
+            self._waiting_for_copies = [pair for pair in self._waiting_for_copies if pair[1] is not request]
             return
         waiters = self._waiters[key]
         waiters.remove(request)
@@ -89,7 +82,7 @@ class SharedPrefills:
             del self._waiters[key]
 
     def clear(self) -> list[Request]:
-        """Removes and returns all requests that wait here."""
+        """Removes and returns all waiting requests."""
         waiting = [request for waiters in self._waiters.values() for request in waiters]
         waiting += [request for _, request in self._waiting_for_copies]
         self._waiters.clear()
@@ -101,16 +94,16 @@ class SharedPrefills:
     # ---- computing ----
 
     def start(self, request: Request) -> None:
-        """Records that the request is going to compute the rest of its prompt."""
+        """Records that a request will compute the rest of its prompt."""
         self._sources.add(request.request_id)
         keys, limit = self._prefixes.lookup_keys(request.kv)
         for boundary in self._prefixes.boundaries(request.kv.num_computed, limit):
             self._computing.setdefault(keys[boundary - 1], request)
 
     def reached(self, request: Request, start: int, end: int, latest: int) -> list[Request]:
-        """Returns the requests that can resume now, because ``request`` computed the tokens ``[start, end)``.
+        """Returns the requests able to resume now, because ``request`` computed the tokens ``[start, end)``.
 
-        Others wait until a window is copied, which a plan after number ``latest`` does: that one is sent.
+        Others wait until a window is copied, by a plan after ``latest``, the last number sent.
         """
         keys, limit = self._prefixes.lookup_keys(request.kv)
         last = min(limit, end // self._prefixes.hash_block_size)
@@ -122,20 +115,20 @@ class SharedPrefills:
         return []
 
     def prompt_computed(self, origin: Request) -> list[Request]:
-        """Returns the requests that waited for the prompt of their group, which ``origin`` has computed."""
+        """Returns the requests that waited for the prompt of their group, computed by ``origin``."""
         self._sources.discard(origin.request_id)
         return [] if origin.group is None else self._finish(origin.group)
 
     def copies_done(self, plan: int) -> list[Request]:
-        """Returns the requests that waited for a window that plan number ``plan``, now run, has copied."""
+        """Returns the requests that waited for a window copied by plan number ``plan``, which has run."""
         if not self._waiting_for_copies:
             return []
         done = [request for latest, request in self._waiting_for_copies if latest < plan]
-        self._waiting_for_copies = [one for one in self._waiting_for_copies if one[0] >= plan]
+        self._waiting_for_copies = [pair for pair in self._waiting_for_copies if pair[0] >= plan]
         return done
 
     def stop(self, request: Request) -> list[Request]:
-        """Stops the computation of a prompt, if it goes on; returns the requests that waited for its rest."""
+        """Ends the computation of a prompt, if it goes on; returns the requests that waited for its rest."""
         if request.request_id not in self._sources:
             return []
         self._sources.remove(request.request_id)
