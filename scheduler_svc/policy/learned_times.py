@@ -60,7 +60,7 @@ class LinearTime:
 
 @dataclass(slots=True)
 class LearnedTimes:
-    """Step times of one replica."""
+    """Step times of a replica."""
 
     chunk: LinearTime = field(default_factory=LinearTime)
     """Of prefill steps, by tokens without padding."""

@@ -57,7 +57,7 @@ class ArrivalQueue:
 
 
 class _Class(ArrivalQueue):
-    """The requests of one tenant and priority, represented by the first of them."""
+    """The requests of a tenant and priority, represented by the first of them."""
 
     __slots__ = ("entry", "priority", "tenant")
 
@@ -85,7 +85,7 @@ class PriorityFairOrder:
     """
 
     by_arrival: ClassVar[bool] = False
-    """Whether all requests are of one class."""
+    """Whether priority and tenant do not count."""
 
     def __init__(
         self, ageing_s: float | None = None, tenant_weights: Mapping[str, float] | None = None

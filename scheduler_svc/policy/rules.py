@@ -40,15 +40,15 @@ class Turns:
 
     Bounded stall: while both kinds of work exist, a fixed number of decode steps follows every chunk.
     vLLM-RBLN runs all prefill first, which stalls running requests as long as prompts keep arriving. Here
-    the longest gap between two tokens of a request is one chunk plus one decode step.
+    the longest gap between two tokens of a request is a chunk plus a decode step.
 
     With targets, measured times decide instead. A gap target lets chunks follow one another while their gap
     stays below it. A prompt about to miss its target of a first token runs at once, if the gap target allows
     it. A prompt past its target takes turns, or a burst would stop all streams.
 
-    On a pipeline, each decode step is one batch's, and a stage spends only its share of the time on a
-    chunk. So a round of all batches with a chunk after each takes as long as one chunk and one step of the
-    whole model. Where only some stages have a batch, several chunks may follow each step.
+    On a pipeline, each decode step is of a single batch, and a stage spends only its share of the time on a
+    chunk. So a round of all batches with a chunk after each takes as long as a chunk and a step of the whole
+    model. With fewer batches than stages, several chunks may follow each step.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Turns:
 
     @property
     def steps_before_chunk(self) -> int:
-        """Decode steps to run before the next chunk, at least one."""
+        """Decode steps to run before the next chunk, at least 1."""
         return max(1, self._ratio - self._decodes)
 
     def longest_chunk(self, sizes: Sequence[int], seconds: Callable[[int], float], step_s: float) -> int:
@@ -98,7 +98,7 @@ class Turns:
             request: the request of the chunk.
             now_s: clock reading.
             chunk_s: expected seconds of the chunk; 0 if unknown.
-            rest_s: expected seconds of all chunks left of the request, this one included.
+            rest_s: expected seconds of all chunks left of the request, including this.
             step_s: expected seconds of the next decode step; 0 if unknown.
         """
         delivery, target_s = request.delivery, self._ttft_target_s
@@ -131,11 +131,6 @@ class Turns:
         self._decodes -= count
 
 
-def preemption_victim(running: Iterable[Request]) -> Request | None:
-    """Returns the running request of the largest rank, so the first in order always makes progress."""
-    return max(running, key=lambda request: request.rank, default=None)
-
-
 def join_prefill(prefilling: list[Request], request: Request) -> None:
     """Inserts a request into a replica's prefill order.
 
@@ -151,13 +146,13 @@ def join_prefill(prefilling: list[Request], request: Request) -> None:
 def below_share(
     waiting: Request, running: Iterable[tuple[Request, float]], shares: Mapping[str, float]
 ) -> list[Request]:
-    """Returns the running requests to preempt, in order, for one of a tenant with less than half its share.
+    """Returns the running requests to preempt, in order, for a tenant with less than half its share.
 
     The tenant furthest above its share gives first, starting with its least important request. No tenant
-    gives so much as to fall below its own share, so the next exchange never undoes this one.
+    gives so much as to fall below its own share, so no exchange undoes an earlier exchange.
 
     Args:
-        waiting: the request; more urgent ones do not give way.
+        waiting: the tenant's request; more urgent requests do not give way.
         running: the running requests, each with the share of the deployment it occupies.
         shares: of all tenants, by :meth:`Tenants.shares`.
     """
@@ -184,7 +179,7 @@ def below_share(
 
 
 def outranks(waiting: Request, running: Request) -> bool:
-    """Whether a waiting request may preempt a running one: of lower priority, and not promoted by ageing.
+    """Whether a waiting request may preempt a running request of lower priority not promoted by ageing.
 
     A later arrival does not undo a promotion.
     """

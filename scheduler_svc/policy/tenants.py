@@ -28,8 +28,7 @@ class Tenants:
     Invariants:
         1. The counter of an active tenant never falls. 2. The smallest active counter never falls, nor does
         the floor of new counters. 3. At most ``max_idle`` inactive tenants are remembered: the most recently
-        served. A running tenant is charged every step and stays among them. A forgotten tenant starts like a
-        new one.
+        served. A running tenant is charged every step and stays among them. A forgotten tenant counts as new.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, *, max_idle: int = 4096) -> None:

@@ -1,4 +1,4 @@
-"""The decisions of one replica: which requests hold a slot, the next step, and the meaning of a result.
+"""The decisions of a replica: which requests hold a slot, the next step, and the meaning of a result.
 
 `scheduler` decides a step and takes in its result. It composes `slots` (requests with a slot), `decode_rows`
 (decoding requests), `plans` (changes for the next plan, and plans in flight), `quarantine` (requests under

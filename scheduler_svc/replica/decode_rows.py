@@ -14,8 +14,8 @@ MakeRoom = Callable[[Request, int], bool]
 class DecodeRows:
     """Requests that decode together.
 
-    Each advances by one token a step, so the tokens *granted* to a request, those it will have when all plans
-    have run, are known without results. While the rows stay the same, a plan costs a few comparisons; only a
+    Each advances by a token per step, so the tokens *granted* to a request, computed once all plans in flight
+    are done, are known without results. While the rows stay the same, a plan costs a few comparisons; only a
     row that runs out of blocks, joins or leaves costs more.
     """
 
@@ -27,7 +27,7 @@ class DecodeRows:
         self.members: dict[str, Request] = {}
         """The requests by id, in the order in which they began to decode."""
         self.has_joined = False
-        """Whether a request has no row in any plan yet."""
+        """Whether a request joined after the latest plan."""
         self.batch = BatchRows()
         """The rows of the latest plan."""
         self._changed = False
@@ -65,8 +65,8 @@ class DecodeRows:
         """Grants the rows up to ``most_steps`` steps in a row, with blocks for all of them.
 
         Returns:
-            The steps, until a row has all its tokens or blocks run out; 0 if there is no row, or no room
-            for one step now. The rows are :attr:`batch`.
+            The steps, until a row is complete or blocks run out; 0 if there is no row, or no room for a step
+            now. The rows are :attr:`batch`.
         """
         while True:
             if self._changed or self._step >= self._first_to_end:
@@ -123,11 +123,11 @@ class DecodeRows:
 
 
 class Decoding:
-    """The decoding requests of a replica, in as many batches as its pipeline has stages.
+    """The decoding requests of a replica, in a batch for each stage of its pipeline.
 
-    While a step of one batch passes through a stage, the others keep the other stages busy. A request joins
-    the smallest batch. It stays there until it leaves, or until another batch has become so much smaller
-    that moving it pays.
+    While a step of a batch passes through a stage, the others keep the other stages busy. A request joins
+    the smallest batch. It stays there until it leaves, or until another batch is so much smaller that moving
+    it pays.
     """
 
     def __init__(self, shapes: ShapeConfig, kv: KvCache, changes: Changes, in_flight: StepsInFlight) -> None:
@@ -138,7 +138,7 @@ class Decoding:
         # The batch of each request, by request id.
         self._homes: dict[str, DecodeRows] = {}
         self.stalled_since: float | None = None
-        """Clock reading since which chunks have kept all batches from decoding; None while one decodes."""
+        """Clock reading since which chunks keep all batches from decoding; None while any decodes."""
 
     def __len__(self) -> int:
         """The number of decoding requests."""
@@ -146,7 +146,7 @@ class Decoding:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether there are several batches, one for each stage."""
+        """Whether there are several batches."""
         return len(self._batches) > 1
 
     @property
@@ -156,7 +156,7 @@ class Decoding:
 
     @property
     def has_joined(self) -> bool:
-        """Whether a request has no row in any plan yet."""
+        """Whether a request joined after the latest plan."""
         return any(batch.has_joined for batch in self._batches)
 
     def add(self, request: Request) -> None:
@@ -177,7 +177,7 @@ class Decoding:
             batch.refresh()
 
     def grant(self, most_steps: int, make_room: MakeRoom) -> tuple[DecodeRows, int]:
-        """Grants up to ``most_steps`` steps to the batch that has waited longest of those able to decode.
+        """Grants up to ``most_steps`` steps to the batch waiting longest of those able to decode.
 
         Returns:
             The batch and its steps; 0 steps if no batch can decode.
@@ -194,7 +194,7 @@ class Decoding:
         return self._batches[0], 0
 
     def _rebalance(self, batch: DecodeRows) -> None:
-        """Moves requests from a batch to the smallest one, if that is empty or this one's bucket falls."""
+        """Moves requests from a batch to the smallest, if that is empty or the bucket shrinks."""
         size, smallest = len(batch.members), min(self._batches, key=_size)
         moved = (size - len(smallest.members)) // 2
         if moved <= 0:

@@ -70,7 +70,7 @@ class Changes:
         return True
 
     def first_that_fit(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Returns the leading requests whose admissions fit one plan, at least one."""
+        """Returns the leading requests whose admissions fit one plan, at least the first."""
         if not self._unsent:
             return requests
         room = MAX_ADMITTED_BYTES
@@ -85,7 +85,7 @@ class Changes:
         self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
         interrupts: bool, context_tokens: int,
     ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work for these requests, after these copies, and starts the next one."""
+        """Returns the plan with this work for these requests, after these copies; starts the next."""
         self._step += 1
         admitted: Sequence[Admission] = ()
         if self._unsent:

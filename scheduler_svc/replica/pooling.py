@@ -2,7 +2,7 @@
 
 A request uses the shapes of the smallest prompt length that it fits into
 (:mod:`scheduler_svc.shapes.shape_config`). Whenever the device is free, it runs the next request together
-with as many others of the same prompt length as the chosen shape has rows for. A packed shape takes requests
+with others of the same prompt length, up to the rows of the chosen shape. A packed shape takes requests
 of any length as long as their tokens fit. No request waits for a batch to fill, and only the first of a batch
 leaves the queue before the batch is planned.
 """
@@ -36,7 +36,7 @@ def choose_batch(waiting: int, batches: Sequence[int], *, padding_costs: bool = 
 
     Args:
         waiting: number of requests, at least 1.
-        batches: sizes to choose from, ascending; at least one.
+        batches: sizes to choose from, ascending; not empty.
         padding_costs: whether a row of padding takes as long as another. It still is better than a step of
             less than half as many rows.
     """
@@ -84,7 +84,7 @@ class PoolScheduler:
         """Starts idle.
 
         Args:
-            shapes: at least one; all are packed or none.
+            shapes: not empty; all are packed or none.
             pooled_size: values of a vector of the model.
             owner: provides the waiting requests, and takes those that leave.
             clock: monotonic seconds.
@@ -121,7 +121,7 @@ class PoolScheduler:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether the next batch has no request yet."""
+        """Whether the next batch is empty."""
         return not (self._batch or self._in_flight)
 
     @property
@@ -129,11 +129,11 @@ class PoolScheduler:
         return [*self._batch, *(request for step in self._in_flight for request in step.here)]
 
     def fits(self, request: Request) -> bool:
-        """Whether a shape has room for the request."""
+        """Whether a shape is large enough for the request."""
         return len(request.token_ids) <= self._shapes[-1].prompt_len
 
     def shares_prompt(self, request: Request) -> bool:
-        """Returns False: a pooling request is one sequence."""
+        """Returns False: a pooling request is a single sequence."""
         del request
         return False
 
@@ -170,7 +170,7 @@ class PoolScheduler:
     # ---- deciding ----
 
     def next_plan(self) -> StepPlan | None:
-        """Fills the next batch from the queue; returns None while one runs, or if it has no first request."""
+        """Fills the next batch from the queue; returns None without a first request or while a batch runs."""
         if not self._batch:
             return None
         (first,) = self._batch
@@ -223,7 +223,7 @@ class PoolScheduler:
     def _pack(self, first: Request) -> PoolShape:
         """Adds requests in turn until the next does not fit; returns the shape.
 
-        They fill a shape of at most `PACKED_TOKENS`, unless the first needs a longer one.
+        They fill a shape of at most `PACKED_TOKENS`, unless the first needs more.
         """
         total = len(first.token_ids)
         most = max(PACKED_TOKENS, self._smallest(total, 1).prompt_len)
@@ -298,7 +298,7 @@ class PoolScheduler:
         self._owner.forget(request)
 
     def _fault(self, output: SlotOutput, request: Request) -> TriptychError | None:
-        """Returns why a row has no valid result; None if it has."""
+        """Returns the reason why a row's result is invalid; None if it is valid."""
         if output.error is not None:
             return self.stats.count_fault(request, output.error)
         count = len(output.pooled)

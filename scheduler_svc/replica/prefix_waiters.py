@@ -1,6 +1,6 @@
-"""Requests deferred until another request on the replica has computed a prefix, or their whole prompt.
+"""Requests deferred until another request on the replica computes a prefix, or their whole prompt.
 
-Prefill runs one chunk at a time, so a second request with the same prefix loses nothing by waiting, and the
+Prefill runs chunk by chunk, so a second request with the same prefix loses nothing by waiting, and the
 replica computes the prefix once.
 """
 
@@ -47,7 +47,7 @@ class PrefixWaiters:
     # ---- waiting ----
 
     def defer_for_prefix(self, request: Request) -> bool:
-        """Defers a request if an earlier one is computing more of its prompt than is cached.
+        """Defers a request if an earlier request is computing more of its prompt than is cached.
 
         Returns:
             Whether the request waits now.
@@ -66,7 +66,7 @@ class PrefixWaiters:
         return True
 
     def defer_for_prompt(self, request: Request, origin: Request) -> None:
-        """Defers a sequence until ``origin``, another sequence of its request, has computed their prompt."""
+        """Defers a sequence until ``origin``, another sequence of its request, computes their prompt."""
         assert request.group is not None
         self._defer(request, request.group, origin)
 
@@ -120,7 +120,7 @@ class PrefixWaiters:
         return [] if origin.group is None else self._finish(origin.group)
 
     def copies_done(self, plan: int) -> list[Request]:
-        """Returns the requests that waited for a window copied by plan number ``plan``, which has run."""
+        """Returns the requests that waited for a window copied by plan number ``plan``, now done."""
         if not self._waiting_for_copies:
             return []
         done = [request for latest, request in self._waiting_for_copies if latest < plan]

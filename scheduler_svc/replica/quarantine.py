@@ -1,4 +1,4 @@
-"""Suspects: requests that may have killed a worker, or made a step fail.
+"""Suspects: requests that may be the reason why a worker died or a step failed.
 
 The suspects of a worker's death or hang are all requests in the steps of unanswered plans, or admitted by
 them; those of a failed step are the requests in it. From then on, a plan that admits a suspect or computes
@@ -45,11 +45,11 @@ class Abandoned:
     """The requests of a lost replica."""
 
     requests: list[Request]
-    """All requests there, to be queued again with the tokens they have."""
+    """All requests there, to be queued again with their tokens."""
     suspects: list[Request]
-    """The live suspects of this loss, some of which may have left the replica before."""
+    """The live suspects of this loss, including any that left the replica before it."""
     culprit: Request | None
-    """The suspect, if no other request can have been the reason."""
+    """The suspect, if no other request can be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def accuse(
         running: the requests with a slot on the replica.
 
     Returns:
-        The live suspects, and the only one if no other request, ended or live, can have been the reason.
+        The live suspects, and the culprit, if no other request, ended or live, can be the reason.
     """
     by_slot = {request.slot: request for request in running}
     # Requests that ended meanwhile are no suspects any more, but may have been the reason.

@@ -89,7 +89,7 @@ class ResultHandler:
     # ---- decode steps ----
 
     def _apply_steps(self, work: Decode, step: InFlight, result: StepResult, batch: BatchRows) -> None:
-        """Applies the decode steps of a result, one after the other."""
+        """Applies the decode steps of a result in order."""
         count, rows, tokens = result.num_steps, len(batch.requests), result.token_ids
         for _ in range(count):
             self._stats.count_decode(rows, work.bucket, result.execute_us * 1e-6 / count)
@@ -120,7 +120,7 @@ class ResultHandler:
     def _apply_rows(
         self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult
     ) -> None:
-        """Applies a step row by row: a row has left, is skipped, or gave its first or several tokens."""
+        """Applies a step row by row: some left, are skipped, or gave their first or several tokens."""
         for slot, request in zip(work.slots, step.requests, strict=True):
             if slot not in step.ignored:
                 self._apply_row(request, outputs.get(slot), result)

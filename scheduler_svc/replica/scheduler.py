@@ -1,8 +1,8 @@
-"""One replica's batches: which requests run, and the next plan for the worker.
+"""The batches of a replica: which requests run, and the next plan for the worker.
 
 Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan,
 :meth:`ReplicaScheduler.update` takes in its results. A plan is valid whatever became of those before it, so
-the next is decided from the tokens each request will have when all plans have run. The worker applies
+the next is decided from the tokens computed for each request once all plans are done. The worker applies
 plans in order, so blocks may change owners as soon as they are released, even while a step runs.
 """
 
@@ -13,7 +13,7 @@ from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Turns, next_to_prefill, preemption_victim, runs_before
+from scheduler_svc.policy.rules import Turns, next_to_prefill, runs_before
 from scheduler_svc.replica.plans import BatchRows, InFlight
 from scheduler_svc.replica.quarantine import Abandoned, Loss, accuse
 from scheduler_svc.replica.results import ResultHandler
@@ -50,7 +50,7 @@ class ReplicaScheduler:
             lease_steps: most decode steps of one plan.
             event_interval_s: time for which the worker may collect the tokens of these steps.
             adapters: counts the LoRA adapters; None if the worker runs none.
-            depth: most plans on the worker at once; a pipeline's stages and one more if None.
+            depth: most plans on the worker at once; None for a pipeline's stages plus 1.
         """
         self.shapes = shapes
         """The static shapes."""
@@ -95,18 +95,8 @@ class ReplicaScheduler:
         return bool(len(self._slots) or self.num_deferred)
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
-        return not (len(self._slots) or self._in_flight or self.kv.copies)
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether results of plans are outstanding."""
-        return bool(self._in_flight)
-
-    @property
     def prefill_backlog(self) -> int:
-        """Tokens that running requests still have to prefill."""
+        """Tokens still to prefill for running requests."""
         return self._slots.prefill_backlog
 
     @property
@@ -135,7 +125,7 @@ class ReplicaScheduler:
         return self._slots.waiters.cached_tokens(request)
 
     def shares_prompt(self, request: Request) -> bool:
-        """Whether another sequence of the same request here has computed their prompt, or is doing so."""
+        """Whether another sequence of the same request computed their prompt here, or is doing so."""
         return request.can_fork and next(self._slots.siblings_with_prompt(request), None) is not None
 
     def footprint(self, request: Request) -> float:
@@ -164,7 +154,7 @@ class ReplicaScheduler:
         return True
 
     def _admit_sibling(self, request: Request) -> bool:
-        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt."""
+        """Forks a sequence from a sibling, or defers it until the sibling completes their prompt."""
         for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
                 self._slots.waiters.defer_for_prompt(request, origin)
@@ -337,7 +327,7 @@ class ReplicaScheduler:
         )  # fmt: skip
 
     def _most_steps(self) -> int:
-        """Returns how many decode steps may run in a row: until other work has its turn."""
+        """Returns how many decode steps may run in a row before other work."""
         if self._slots.trials or self.num_deferred or self._decoding.num_active > 1:
             return 1
         if self._slots.prefilling:
@@ -378,8 +368,8 @@ class ReplicaScheduler:
                 if self._in_flight:
                     return False
                 raise Internal("out of KV blocks with no request to preempt")
-            victim = preemption_victim(running)
-            assert victim is not None
+            # The first in order always makes progress.
+            victim = max(running, key=lambda request: request.rank)
             self._slots.preempt(victim, "memory")
             if victim is request:
                 return False

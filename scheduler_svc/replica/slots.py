@@ -17,13 +17,13 @@ from scheduler_svc.shapes.shape_config import ShapeConfig
 
 
 class ReplicaOwner(Protocol):
-    """Takes the requests that leave a replica, and learns of free room; the engine is one."""
+    """Takes the requests that leave a replica, and learns of free room: the engine."""
 
     def requeue(self, request: Request) -> None:
-        """Requeues the request with the tokens it has."""
+        """Requeues the request with its tokens."""
 
     def forget(self, request: Request) -> None:
-        """Drops a request that has ended."""
+        """Drops an ended request."""
 
     def admitted(self, request: Request) -> None:
         """Notes that a request got a slot: charges its tenant for the tokens to compute."""
@@ -35,10 +35,10 @@ class ReplicaOwner(Protocol):
         """Requeues the request until its evicted grammar is recompiled."""
 
     def is_hopeless(self, request: Request) -> bool:
-        """Whether steps of the request alone have failed often enough, on every replica able to run it."""
+        """Whether steps of the request alone failed often enough, on every replica able to run it."""
 
     def released(self) -> None:
-        """Notes that blocks became free or a plan has room again: a request that did not fit may fit now."""
+        """Notes that blocks or room in a plan became free: a waiting request may fit now."""
 
 
 class Slots:
@@ -87,7 +87,7 @@ class Slots:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a request may have made a step fail."""
+        """Whether a running request is a suspect."""
         return bool(self.trials) or any(request.suspect for request in self.prefilling)
 
     @property
@@ -152,7 +152,7 @@ class Slots:
         """Starts a sequence at the end of the prompt computed by ``origin``.
 
         Returns:
-            False if there is no slot or too little room, or if ``origin``'s window has moved on.
+            False without a slot or enough room, or if ``origin``'s window moved on.
         """
         if self.full:
             return False
@@ -175,8 +175,8 @@ class Slots:
         """Notes that a chunk up to token ``end`` was sent.
 
         After its last chunk a request decodes. Some wait for the chunk's result: a suspect; a sequence to be
-        forked; a request whose window slides in place, which may have to be kept first; and any request on a
-        pipeline, where its row would hold up the batch until the chunk has left the last stage.
+        forked; a request whose window slides in place, and may be kept first; and any request on a pipeline,
+        where its row would hold up the batch until the chunk leaves the last stage.
         """
         self.prefill_backlog -= end - request.granted
         request.granted = end

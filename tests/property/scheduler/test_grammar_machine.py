@@ -181,7 +181,7 @@ class GrammarMachine(RuleBasedStateMachine):
         assert bool(queue._open) or not any(queue._first(tenant) for tenant in list(queue._line))
         self.engine.dispatch()
         for name, (scheduler, *_) in self.replicas.items():
-            if scheduler.idle:
+            if not scheduler.is_busy:
                 able = [
                     one
                     for one in self.engine.waiting

@@ -229,7 +229,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.all_work(12)
         assert not self.engine.live()
         for replica in self.replicas.values():
-            assert replica.scheduler.idle
+            assert not replica.scheduler.is_busy
             for group in replica.scheduler.kv.groups:
                 assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
 

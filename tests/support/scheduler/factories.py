@@ -382,15 +382,16 @@ class Rig:
     def _step(self) -> None:
         worker, results = SimulatedWorker(self._run), deque[StepResult]()
         while True:
-            if self.scheduler.has_pending:
+            is_busy = worker.has_work or bool(results)
+            if is_busy:
                 self.meanwhile()
-            if self.dispatches or not self.scheduler.has_pending:
+            if self.dispatches or not is_busy:
                 self.engine.dispatch()
             while len(self.plans) < self.most_plans and (plan := self.scheduler.next_plan()) is not None:
                 self.plans.append(plan)
                 self.sent()
                 worker.take(plan)
-            if not self.scheduler.has_pending:
+            if not (worker.has_work or results):
                 return
             try:
                 while worker.has_work and len(results) <= self.lag:

@@ -124,7 +124,7 @@ def test_the_first_stage_is_busy_with_64_requests() -> None:
     rig = pipeline(stages, slots=64)
     worker = worker_of(rig)
     submit(rig, *[60] * 64)
-    worker.run(lambda: rig.scheduler.idle)
+    worker.run(lambda: not rig.scheduler.is_busy)
     assert worker.busy / rig.now >= 0.95
     for index in range(64):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([3 + index * 7 % 90], 60)
@@ -132,7 +132,7 @@ def test_the_first_stage_is_busy_with_64_requests() -> None:
     alone = make_rig(make_shapes(max_model_len=512, max_num_seqs=64, buckets=(64,)), num_blocks=2000)
     one_batch = PipelinedWorker(alone, lambda _: 1.0, stages)
     submit(alone, *[60] * 64)
-    one_batch.run(lambda: alone.scheduler.idle)
+    one_batch.run(lambda: not alone.scheduler.is_busy)
     assert one_batch.busy / alone.now <= 1 / stages + 0.11
 
 
@@ -194,7 +194,7 @@ def test_chunks_wait_for_one_another_where_a_window_slides_in_place() -> None:
     worker = worker_of(rig)
     worker.send()
     assert [plan.work.slot for plan in worker.plans if isinstance(plan.work, Prefill)] == [0, 1]
-    worker.run(lambda: rig.scheduler.idle)
+    worker.run(lambda: not rig.scheduler.is_busy)
     assert all(len(sink.tokens) == 2 for sink in rig.sinks.values())
 
 
@@ -209,5 +209,5 @@ def test_requests_move_to_a_stage_that_has_become_idle() -> None:
         worker.answer()
         worker.send()
     assert [len(batch.members) for batch in rig.scheduler._decoding._batches] == [1, 1]
-    worker.run(lambda: rig.scheduler.idle)
+    worker.run(lambda: not rig.scheduler.is_busy)
     assert [len(rig.sinks[f"r{index}"].tokens) for index in range(4)] == [100, 10, 100, 10]

@@ -40,7 +40,7 @@ def run(rig: Rig) -> tuple[list[StepPlan], list[StepResult]]:
         while (plan := rig.scheduler.next_plan()) is not None:
             sent[plan.step] = plan
             worker.take(plan)
-        if not rig.scheduler.has_pending:
+        if not worker.has_work:
             return list(sent.values()), results
         steps = [worker.run()]
         work = sent[steps[0].step].work

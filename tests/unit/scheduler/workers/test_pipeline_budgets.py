@@ -111,7 +111,7 @@ class Driven:
 
     async def settle(self) -> None:
         """Waits until all requests have ended, with the right tokens."""
-        while not self.rig.scheduler.idle or self.rig.engine.num_waiting:
+        while self.rig.scheduler.is_busy or self.rig.engine.num_waiting:
             assert not self.task.done(), self.task.exception()
             await asyncio.sleep(1.0)
         for name, prompt in self._prompts.items():
