@@ -14,8 +14,6 @@ from scheduler_svc.adapters.registry import Adapter, LoadAnswer
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.placement import AttachedReplica
-from scheduler_svc.engine.waiting import WaitingQueue
-from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, ChunkStarts, KvCache, hit_unit
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import PriorityFairOrder
@@ -85,10 +83,6 @@ class StreamSink:
             self._sinks[request_id].push(Event(request_id, (token_id,)))
 
 
-def make_pool(num_blocks: int = 9) -> BlockPool:
-    return BlockPool(num_blocks)
-
-
 def make_shapes(
     *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
     buckets: tuple[int, ...] = (1, 2, 4), stages: int = 1,
@@ -118,32 +112,14 @@ def with_grammar(sampling: Sampling, grammar: Grammar) -> Sampling:
 def make_request(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: Sampling | None = None,
     priority: int = 0, tenant: str = "", arrival_s: float = 0.0, cache_salt: str = "",
-    adapter: Adapter | None = None,
 ) -> Request:  # fmt: skip
     arrival = next(_ARRIVALS)
     sampling = sampling or make_sampling()
     return Request(
         request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
         sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.from_sampling(sampling, frozenset({EOS}), sampling.max_tokens),
-        priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter,
+        priority=priority, tenant=tenant, cache_salt=cache_salt,
     )  # fmt: skip
-
-
-def queue_of(*requests: Request, order: PriorityFairOrder | None = None) -> WaitingQueue:
-    """Returns a queue to which the requests were added in this order."""
-    queue = WaitingQueue(order or PriorityFairOrder())
-    for request in requests:
-        queue.add(request)
-    return queue
-
-
-def take_all(queue: WaitingQueue, now: float = 0.0) -> list[Request]:
-    """Removes the head until the queue is empty; returns the requests in order."""
-    order = []
-    while (head := queue.peek(now)) is not None:
-        assert queue.remove(head)
-        order.append(head)
-    return order
 
 
 def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:
@@ -425,11 +401,11 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, lease_steps: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
-    dispatches: bool = True, event_interval_s: float = 0.0, itl_target_s: float = 0.0, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
+    dispatches: bool = True, event_interval_s: float = 0.0, itl_target_s: float = 0.0, adapter_slots: int = 0, max_cpu_loras: int | None = None,
     chunk_starts: ChunkStarts = "whole", finest_hit: int = 4,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(
-        prefix_caching, sub_block, cache_generated, copies_blocks, chunk_starts, finest_hit
+        prefix_caching, sub_block, cache_generated, chunk_starts=chunk_starts, finest_hit=finest_hit
     )
     rig = Rig(
         groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, lease_steps=lease_steps,

@@ -4,11 +4,28 @@ import time
 
 import pytest
 
-from scheduler_svc.engine.waiting import MOST_PASSED
+from scheduler_svc.engine.waiting import MOST_PASSED, WaitingQueue
 from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
 from scheduler_svc.policy.tenants import Tenants
 from scheduler_svc.requests.request import Request
-from tests.support.scheduler.factories import make_request, queue_of, take_all
+from tests.support.scheduler.factories import make_request
+
+
+def queue_of(*requests: Request, order: PriorityFairOrder | None = None) -> WaitingQueue:
+    """Returns a queue to which the requests were added in this order."""
+    queue = WaitingQueue(order or PriorityFairOrder())
+    for request in requests:
+        queue.add(request)
+    return queue
+
+
+def take_all(queue: WaitingQueue, now: float = 0.0) -> list[Request]:
+    """Removes the head until the queue is empty; returns the requests in order."""
+    order = []
+    while (head := queue.peek(now)) is not None:
+        assert queue.remove(head)
+        order.append(head)
+    return order
 
 
 def test_arrival_order_ignores_priority_and_tenant() -> None:

@@ -3,12 +3,11 @@
 import pytest
 
 from scheduler_svc.kv.block_pool import BlockPool
-from tests.support.scheduler.factories import make_pool
 
 
 def test_a_double_free_is_refused() -> None:
     """A double free names the block instead of corrupting the list."""
-    pool = make_pool()
+    pool = BlockPool(9)
     blocks = pool.allocate(1) or []
     pool.free(blocks)
     with pytest.raises(ValueError, match=r"block 1 is freed more often"):
@@ -24,7 +23,7 @@ def test_a_pool_needs_a_block_to_allocate(count: int) -> None:
 
 def test_check_integrity_notices_a_wrong_reference_count() -> None:
     """A free block with references is an error."""
-    pool = make_pool()
+    pool = BlockPool(9)
     block = (pool.allocate(1) or [])[0]
     pool.free([block])
     block.ref_count = 1

@@ -3,7 +3,7 @@
 import pytest
 
 from protos.steps import GroupKind
-from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions, KeepPolicy
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.shape_config import KvGroup
@@ -22,12 +22,11 @@ IN_PLACE = KvGroup(GroupKind.IN_PLACE_WINDOW, 4)
 
 
 def make_cache(
-    *groups: KvGroup, chunk: int = 4, block_size: int = 4, num_blocks: int = 17, sub_block: bool = True,
-    keep: KeepPolicy | None = None, copies_blocks: bool = True,
+    *groups: KvGroup, chunk: int = 4, block_size: int = 4, num_blocks: int = 17,
+    keep: KeepPolicy | None = None,
 ) -> KvCache:  # fmt: skip
     shapes = make_shapes(chunk=chunk, block_size=block_size)
-    options = CacheOptions(sub_block=sub_block, copies_blocks=copies_blocks)
-    return KvCache(shapes, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
+    return KvCache(shapes, groups, [num_blocks] * len(groups), model="m", keep=keep)
 
 
 def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> SequenceKv:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.groups import BlockLayout, FullGroup, InPlaceWindowGroup, PagedWindowGroup
-from tests.support.scheduler.factories import make_pool
 
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]
 WHOLE = BlockLayout(block_size=4, chunk=4, hash_block_size=4, hit_stride=1)
@@ -12,14 +12,14 @@ WHOLE = BlockLayout(block_size=4, chunk=4, hash_block_size=4, hit_stride=1)
 @pytest.mark.parametrize(("window", "chunk", "most"), [(4, 4, 3), (8, 4, 4), (1, 4, 2), (5, 8, 4)])
 def test_a_paged_window_holds_a_bounded_number_of_blocks(window: int, chunk: int, most: int) -> None:
     """It covers the window of a chunk's first token and the chunk; short sequences hold less."""
-    group = PagedWindowGroup(make_pool(), BlockLayout(4, chunk, 4, 1), window)
+    group = PagedWindowGroup(BlockPool(9), BlockLayout(4, chunk, 4, 1), window)
     assert group.most_blocks(1000) == most
     assert group.most_blocks(3) == 1
 
 
 def test_a_window_is_kept_once() -> None:
     """A second request at the same boundary needs no second copy, but raises the worth of the first."""
-    group = InPlaceWindowGroup(make_pool(2), WHOLE, 4)
+    group = InPlaceWindowGroup(BlockPool(2), WHOLE, 4)
     block = group.keep(b"a", cheap=True)
     assert block is not None
     group.pool.index_block(block, (b"a",), cheap=True)
@@ -32,7 +32,9 @@ def test_a_window_is_kept_once() -> None:
     assert group.pool.num_free == 1
 
 
-@pytest.mark.parametrize("group", [FullGroup(make_pool(), WHOLE), InPlaceWindowGroup(make_pool(), WHOLE, 4)])
+@pytest.mark.parametrize(
+    "group", [FullGroup(BlockPool(9), WHOLE), InPlaceWindowGroup(BlockPool(9), WHOLE, 4)]
+)
 def test_a_hit_that_is_gone_is_an_error(group: FullGroup | InPlaceWindowGroup) -> None:
     """Nothing may be allocated between looking up a hit and taking it."""
     with pytest.raises(ValueError, match="not in the cache"):
