@@ -19,7 +19,7 @@ from scheduler_svc.requests.request import (
     Sink,
 )
 from scheduler_svc.requests.sampling import NO_SAMPLING, FinishReason, Sampling, StopRule
-from scheduler_svc.requests.trace import TraceContext, traceparent_of
+from scheduler_svc.requests.trace import TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,7 @@ def make_requests(
     for sequence, received in submission.sequences.items():
         if sequence in ended:
             continue
-        tracing = submission.tracing
-        trace = tracing.begin(now_s) if tracing is not None else None
+        trace, traceparent = submission.tracing.begin(now_s) if submission.tracing else (None, "")
         requests.append(
             Request(
                 request_id=submission.sequence_id(sequence),
@@ -257,7 +256,7 @@ def make_requests(
                 cleared_at=DECODING_CLEARS if losses.get(sequence) else 0,
                 delivery=Delivery(accepted_s=now_s, silent_since_s=silent_since_s),
                 trace=trace,
-                traceparent=traceparent_of(tracing, trace),
+                traceparent=traceparent,
             )
         )
     if (chain := submission.hash_chain) is not None:

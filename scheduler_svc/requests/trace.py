@@ -23,13 +23,16 @@ class TraceContext:
     tracer: Tracer | None = None
     """Writes them; None: this service writes none, and workers' spans are children of the client's."""
 
-    def begin(self, now_s: float) -> "RequestTrace | None":
-        """Begins the trace of a sequence, at the clock reading `now_s`; None if it is not sampled."""
+    def begin(self, now_s: float) -> "tuple[RequestTrace | None, str]":
+        """Begins the trace of a sequence at a clock reading.
+
+        Returns the trace, None unless sampled here, and the parent of the worker's spans.
+        """
         if self.tracer is None:
-            return None
+            return None, self.traceparent
         now_ns = time.time_ns()
         span = self.tracer.begin("llm_request", self.traceparent, self.tracestate, start_ns=now_ns)
-        return None if span is None else RequestTrace(span, now_s, now_ns)
+        return (None, "") if span is None else (RequestTrace(span, now_s, now_ns), span.traceparent)
 
 
 @dataclass(slots=True)
@@ -77,10 +80,3 @@ class RequestTrace:
 
     def _ns(self, clock_s: float) -> int:
         return self._begun_ns + round((clock_s - self._begun_s) * 1e9)
-
-
-def traceparent_of(tracing: TraceContext | None, trace: RequestTrace | None) -> str:
-    """Returns the parent of the worker's spans: the request's own span, or else the client's."""
-    if trace is not None:
-        return trace.span.traceparent
-    return "" if tracing is None or tracing.tracer is not None else tracing.traceparent
