@@ -388,7 +388,7 @@ class Engine:
             self._capacity.measure((replica.scheduler for replica in self.replicas.values()), length)
 
     def fail_oversized(self) -> int:
-        """Fails waiting requests too large for every replica, after a larger replica was lost for long.
+        """Fails waiting requests too large for every replica, after the loss of a larger replica.
 
         Requests with LoRA adapters also fail if no remaining replica can run them. Returns how many failed.
         """

@@ -176,7 +176,7 @@ class GrammarQueue:
         return set() if entry.ready else {grammar}
 
     def attach(self, replica_id: str, ask: CompileRequest, withdraw: CompileRequest) -> None:
-        """Adds a replica and asks it for every opened grammar with requests on no replica."""
+        """Adds a replica, asks it for every opened grammar still wanted, and opens further grammars."""
         self._replicas[replica_id] = ask, withdraw
         for grammar, entry in list(self._entries.items()):
             if entry.opened and entry.is_wanted:

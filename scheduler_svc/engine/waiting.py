@@ -107,7 +107,7 @@ class WaitingQueue:
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
-        """Returns the next request without removing it, at a clock reading of the same clock as arrivals."""
+        """Returns the next request at clock reading `now`, without removing it."""
         return self._order.head(now)
 
     def remove(self, request: Request) -> bool:
@@ -195,7 +195,7 @@ class Queues:
             request.trace.waits("grammar", self._clock())
 
     def wait(self, *requests: Request) -> None:
-        """Adds requests with compiled grammars, or none."""
+        """Adds requests to wait for a slot: their grammar, if any, is compiled."""
         for request in requests:
             request.state, request.waits_since_s = RequestState.WAITING, self._clock()
             self.waiting.add(request)
