@@ -1,4 +1,4 @@
-"""Graph capture: runs a step of a model once and records the calls that reach PyTorch's dispatcher.
+"""Graph capture: runs a step of a model once and records its calls of PyTorch's dispatcher.
 
 `replay` runs the recorded kernels again, `inductor` builds graphs for a compiler.
 """
@@ -18,7 +18,7 @@ _aten: Any = torch.ops.aten
 ALLOCATIONS = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
-"""Operators that only allocate."""
+"""Operators of pure allocation."""
 # Each takes its input, a probability, and whether the model is being trained; otherwise it is an identity.
 _DROPOUTS = frozenset(
     {
@@ -64,13 +64,13 @@ class KernelCall(TracedCall):
     """A kernel of a replay. The result is `None` if the operator writes its arguments."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields every tensor that the call reads or writes."""
+        """Yields all read or written tensors."""
         for leaf in tree_iter((self.args, self.kwargs, self.result)):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
 
     def written(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that the call writes."""
+        """Yields the written tensors."""
         if self.result is not None:
             yield from (leaf for leaf in tree_iter(self.result) if isinstance(leaf, torch.Tensor))
             return
@@ -89,21 +89,18 @@ class LayerAttention:
     """The recorded tensors."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yields every tensor that the call reads or writes, except cache and sinks, which never move."""
+        """Yields all read or written tensors, except cache and sinks, which never move."""
         for tensor in (self.call.query, self.call.key, self.call.value, self.call.output):
             if tensor is not None:
                 yield tensor
 
     def written(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that the call writes.
-
-        Query, key and value count too, so that they are never taken for constants.
-        """
+        """Yields the written tensors, and query, key and value, which must not be taken for constants."""
         return self.tensors()
 
 
 class Recorder(TorchDispatchMode):
-    """Records the calls that run under it.
+    """Records the calls made under it.
 
     A matrix product of varying inputs is recorded without being computed. Its
     result is zeros: a replay computes it before anything reads it. Products of weights alone are computed,
@@ -191,9 +188,9 @@ class Recording:
     trace: Sequence[TracedCall | LayerAttention]
     """The same with views and allocations."""
     allocated: AbstractSet[int]
-    """Ids of the storages that were allocated while recording."""
+    """Ids of the storages allocated while recording."""
     inputs: tuple[torch.Tensor, ...]
-    """Tensors that differ from step to step."""
+    """The tensors with different contents in each step."""
     output: torch.Tensor
     """The step's result."""
 

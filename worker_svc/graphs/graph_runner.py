@@ -17,7 +17,7 @@ from worker_svc.graphs.replay import KernelGraph, build_kernel_graph
 
 @dataclass(frozen=True)
 class DeviceGraph:
-    """A step on a device that compiles whole models: the model's forward is compiled code already."""
+    """A step on a device with a compiler of whole models: the model's forward is compiled code already."""
 
     model: "RecordableModel"
     """The model, compiled by the device."""
@@ -73,7 +73,7 @@ class GraphSignature:
 
 
 class RecordableModel(Protocol):
-    """A model as graphs see it; `vllm_adapter.model.VllmModel` implements it.
+    """The graphs' view of a model; `vllm_adapter.model.VllmModel` implements it.
 
     A step takes token ids [tokens] and their places: positions [tokens] of a generating model. A pooling
     model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the
@@ -112,7 +112,7 @@ class GraphOptions:
     sizes: tuple[int, ...] | None = None
     """Decode buckets to compile kernels for; `None` for all. The others are replayed."""
     required: bool = False
-    """Whether a step that cannot be a graph is an error."""
+    """Whether a step unfit for a graph is an error."""
     strict: bool = False
     """Whether a step without a graph is an error, and a graph built while serving, too, after a full
     warm-up."""
@@ -136,7 +136,7 @@ class GraphRunner:
     """Runs a model's steps as graphs, or as the model's own Python code at level 0."""
 
     num_late: int
-    """Graphs that were built while serving; each made a request wait."""
+    """Graphs built while serving; each made a request wait."""
     build_times: dict[GraphSignature, BuildTimes]
     """By signature, the cost of building its graph."""
 
@@ -171,13 +171,13 @@ class GraphRunner:
 
     @property
     def num_compiled(self) -> int:
-        """Compilations: subgraphs that no cache had, and all graphs of a device with its own compiler."""
+        """Compilations: subgraphs missing in caches, and all graphs of a device with its own compiler."""
         by_device = sum(isinstance(graph, DeviceGraph) for graph in self._graphs.values())
         return self._compiler.num_misses + by_device
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the graphs own."""
+        """Memory of the graphs, bytes."""
         return sum(graph.num_bytes for graph in self._graphs.values() if graph is not None)
 
     @property
@@ -192,7 +192,7 @@ class GraphRunner:
         return self._graphs.get(signature) is not None
 
     def is_exact(self, signature: GraphSignature) -> bool:
-        """Whether the signature has a graph whose results do not depend on the partition into steps."""
+        """Whether there is a graph with results independent of the partition into steps."""
         graph = self._graphs.get(signature)
         return isinstance(graph, KernelGraph) and graph.is_exact
 
@@ -206,7 +206,7 @@ class GraphRunner:
     ) -> torch.Tensor:
         """Runs a step; for the arguments see `build`.
 
-        Returns what the model's `forward` returns, valid until the next step of the same signature.
+        Returns the result of the model's `forward`, valid until the next step of the same signature.
         """
         graph = self._graphs.get(signature)
         if graph is None:
@@ -245,7 +245,7 @@ class GraphRunner:
             places: of these tokens; see `RecordableModel`.
             plans: of a step of padding. The model runs more than once, and a window in place would slide
                 each time.
-            *adapters: the selection of LoRA adapters, if the signature has them.
+            *adapters: the selection of LoRA adapters, for a signature with adapters.
             other: a step with other contents for the comparison; `None` for another token and the next
                 positions.
 

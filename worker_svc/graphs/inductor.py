@@ -1,7 +1,7 @@
 """Compiles a recorded step with TorchInductor: a subgraph between two calls of attention.
 
-Decoder layers differ only in their weights. The subgraphs between their calls of attention therefore have
-the same structure and differ in their inputs, so the compiler runs once for all layers.
+Decoder layers differ only in their weights. The subgraphs between their calls of attention are therefore of
+the same structure with different inputs, so the compiler runs once for all layers.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def partition(recording: Recording) -> list[Subgraph | LayerAttention]:
         else:
             assert isinstance(runs[-1], list)
             runs[-1].append(call)
-    # A subgraph's outputs are the tensors that later calls read, found from the end.
+    # A subgraph's outputs are the tensors read by later calls, found from the end.
     read_later = {id(recording.output)}
     needed: list[set[int]] = []
     for run in reversed(runs):
@@ -77,17 +77,15 @@ def _read(call: TracedCall | LayerAttention) -> list[torch.Tensor]:
 @dataclass
 class _Builder:
     external: set[int]
-    """Ids of the storages that attention writes. They are allocated before the step, so no subgraph
-    allocates them.
-    """
+    """Ids of the storages written by attention and allocated before the step, not by a subgraph."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     """The graph so far."""
     nodes: dict[int, fx.Node] = field(default_factory=dict)
-    """By id of a tensor, the node that computes it."""
+    """The node of each tensor's result, by the tensor's id."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that the subgraph computes, by id."""
+    """Tensors computed by the subgraph, by id."""
     inputs: list[torch.Tensor] = field(default_factory=list)
-    """Tensors that the subgraph reads."""
+    """Tensors read by the subgraph."""
     placeholders: list[fx.Node] = field(default_factory=list)
     """The nodes of the inputs."""
 
@@ -105,7 +103,7 @@ class _Builder:
                     self._name(leaf, self.graph.call_function(operator.getitem, (node, index)))
 
     def build(self, later: set[int]) -> Subgraph | None:
-        """Finishes the subgraph with the outputs that later calls read; `None` if it computes nothing."""
+        """Finishes the subgraph with the outputs for later calls; `None` if it computes nothing."""
         outputs = {key: tensor for key, tensor in self.made.items() if key in later}
         self.graph.output(tuple(self.nodes[key] for key in outputs))
         self.graph.eliminate_dead_code(_has_effect)
@@ -122,7 +120,7 @@ class _Builder:
 
     def _name(self, tensor: torch.Tensor, node: fx.Node) -> None:
         if id(tensor) in self.nodes and id(tensor) not in self.made:
-            return  # an input that the call writes in place
+            return  # an input, written in place
         self.nodes[id(tensor)] = node
         if storage_id(tensor) not in self.external:
             self.made[id(tensor)] = tensor
@@ -173,7 +171,7 @@ class SubgraphCompiler:
     """Compiles subgraphs, each structure once."""
 
     num_misses: int
-    """Structures that were not in the compiler's cache."""
+    """Structures missing in the compiler's cache."""
 
     def __init__(self, level: int) -> None:
         """Compiles nothing yet. Level 3 tries variants of each matrix product and keeps the fastest."""
@@ -190,7 +188,7 @@ class SubgraphCompiler:
         return len(self._by_structure)
 
     def compile(self, subgraph: Subgraph) -> CompiledSubgraph:
-        """Compiles a subgraph to a function that takes its inputs and returns its outputs."""
+        """Compiles a subgraph to a function from its inputs to its outputs."""
         known = self._by_structure.get(subgraph.structure)
         if known is None:
             before = _misses()
@@ -236,7 +234,7 @@ class _Attend:
     layer: str
     """The layer's name, the key of its plan."""
     recorded: AttentionCall
-    """Has the cache, the sinks and the parameters, which are the same in every step."""
+    """Holds cache, sinks and parameters, which are the same in every step."""
     query: int
     """Index of the query among the step's values; likewise the next three."""
     key: int | None

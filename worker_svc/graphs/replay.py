@@ -51,7 +51,7 @@ class _Kernel:
     run: Callable[..., Any]
     """Runs it; takes the plans of `layers`."""
     layers: tuple[str, ...] = ()
-    """The layers of the attention plans that it takes."""
+    """The layers of its attention plans."""
 
 
 def _fused(kernels: Sequence[_Kernel], device: Device) -> tuple[_Kernel, ...]:
@@ -76,9 +76,9 @@ class KernelGraph:
     _output: torch.Tensor
     """Where the result is."""
     num_bytes: int
-    """Memory that the graph owns."""
+    """Memory of the graph, bytes."""
     is_exact: bool
-    """Whether a token's result has the same bits in any other exact graph of the model."""
+    """Whether a token's result is equal, bit by bit, in any other exact graph of the model."""
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class KernelGraph:
 def _without_constants(
     calls: Sequence[KernelCall | LayerAttention], inputs: Sequence[torch.Tensor]
 ) -> list[KernelCall | LayerAttention]:
-    """Drops calls that read only weights, unless a later call writes their result: it is always the same."""
+    """Drops calls of weights alone, unless a later call writes their result: it is always the same."""
     writers: dict[int, int] = {}
     for call in calls:
         for storage in {storage_id(tensor) for tensor in call.written()}:
@@ -135,7 +135,7 @@ def _without_constants(
 class _MemoryPlan:
     """Assigns memory to a step's intermediate tensors.
 
-    Tensors that are not needed at the same time share it.
+    Tensors needed at different times share it.
     """
 
     num_bytes: int
@@ -144,7 +144,7 @@ class _MemoryPlan:
     def __init__(
         self, calls: Sequence[KernelCall | LayerAttention], allocated: AbstractSet[int], output: torch.Tensor
     ) -> None:
-        """Plans the memory of calls. The output and what was not `allocated` while recording keep theirs."""
+        """Plans the memory of calls. The output and tensors not `allocated` while recording keep theirs."""
         self.num_bytes = 0
         self._assigned: dict[int, torch.UntypedStorage] = {}
         last: dict[int, int] = {}
@@ -219,7 +219,7 @@ def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[]
 
 
 def _entry(op: Any) -> Any:
-    """Returns the entry point of an operator that costs least to call."""
+    """Returns the cheapest entry point of an operator."""
     return op._op  # noqa: SLF001 - the function of an operator's __call__
 
 
