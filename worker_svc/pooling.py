@@ -280,36 +280,24 @@ def _signature(shape: PoolShape) -> GraphSignature:
 
 
 def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids, int64 [tokens], and places, int64 [2, rows]; see `RecordableModel`.
+    """Returns token ids, int64 [tokens], and places, int64 [2, rows] or [3, texts]; see `RecordableModel`.
 
-    A row of padding is a single token. Places of packed texts are [3, texts].
+    A row of padding is a single token, a text of padding none.
     """
-    if signature.packed:
-        return _packed_inputs(requests, signature)
-    tokens = torch.zeros((signature.batch, signature.query_len), dtype=torch.int64)
-    places = torch.ones((2, signature.batch), dtype=torch.int64)
-    places[1] = signature.query_len
+    size, batch, packed = signature.query_len, signature.batch, signature.packed
+    tokens = torch.zeros(size if packed else batch * size, dtype=torch.int64)
+    places = torch.full((3 if packed else 2, batch), 0 if packed else 1, dtype=torch.int64)
+    places[1] = size
     for row, request in enumerate(requests):
-        places[0, row] = len(request.token_ids)
+        places[0, row] = count = len(request.token_ids)
         if request.pooling is not None and request.pooling.second_text_at:
             places[1, row] = request.pooling.second_text_at
-        tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
-    return tokens.flatten(), places
-
-
-def _packed_inputs(
-    requests: Sequence[Admission], signature: GraphSignature
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = [token for request in requests for token in request.token_ids]
-    tokens = torch.zeros(signature.query_len, dtype=torch.int64)
-    tokens[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    places = torch.zeros((3, signature.batch), dtype=torch.int64)
-    places[1] = signature.query_len
-    for text, request in enumerate(requests):
-        places[0, text] = len(request.token_ids)
-        if request.pooling is not None and request.pooling.second_text_at:
-            places[1, text] = request.pooling.second_text_at
-    places[2] = places[0].cumsum(0) - places[0]
+        if not packed:
+            tokens[row * size : row * size + count] = torch.tensor(request.token_ids, dtype=torch.int64)
+    if packed:
+        ids = [token for request in requests for token in request.token_ids]
+        tokens[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        places[2] = places[0].cumsum(0) - places[0]
     return tokens, places
 
 

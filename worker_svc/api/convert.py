@@ -8,40 +8,16 @@ from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.steps import kind_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from worker_svc.devices.base import BlockCopies, ChunkStarts
+from worker_svc.devices.base import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
-from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, ShapeConfig, Shapes
+from worker_svc.shapes import PoolingDescription, PoolShapeConfig, ShapeConfig, Shapes
 
 # Larger static graphs are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 # A lost scheduler leaves work behind, and a slow one unread results.
 _MAX_LEASE = 1000
-
-_PHASES: dict[Phase, worker_pb2.ConfigureProgress.Phase.ValueType] = {
-    "load": worker_pb2.ConfigureProgress.PHASE_LOAD,
-    "allocate": worker_pb2.ConfigureProgress.PHASE_ALLOCATE,
-    "compile": worker_pb2.ConfigureProgress.PHASE_COMPILE,
-    "warm_up": worker_pb2.ConfigureProgress.PHASE_WARM_UP,
-}
-_BLOCK_COPIES: dict[BlockCopies, worker_pb2.BlockCopies.ValueType] = {
-    "none": worker_pb2.BLOCK_COPIES_NONE,
-    "tensors": worker_pb2.BLOCK_COPIES_TENSORS,
-    "runtime": worker_pb2.BLOCK_COPIES_RUNTIME,
-}
-_CHUNK_STARTS: dict[ChunkStarts, worker_pb2.ChunkStarts.ValueType] = {
-    "whole": worker_pb2.CHUNK_STARTS_WHOLE,
-    "anywhere": worker_pb2.CHUNK_STARTS_ANYWHERE,
-    "exact": worker_pb2.CHUNK_STARTS_EXACT,
-}
-
-_TASKS: "dict[PoolingTask, common_pb2.PoolTask.ValueType]" = {
-    "embed": common_pb2.POOL_TASK_EMBED,
-    "classify": common_pb2.POOL_TASK_CLASSIFY,
-    "token_embed": common_pb2.POOL_TASK_TOKEN_EMBED,
-    "token_classify": common_pb2.POOL_TASK_TOKEN_CLASSIFY,
-}
 
 
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
@@ -91,9 +67,13 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         prefill_buckets=not pooling,
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],
-        block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
+        block_copies=_block_copies(device.block_copies(worker.groups)),
         lora=_lora_limits(worker),
     )
+
+
+def _block_copies(copies: BlockCopies) -> worker_pb2.BlockCopies.ValueType:
+    return worker_pb2.BlockCopies.Value(f"BLOCK_COPIES_{copies.upper()}")
 
 
 def _lora_limits(worker: Worker) -> worker_pb2.LoraLimits | None:
@@ -107,7 +87,7 @@ def _lora_limits(worker: Worker) -> worker_pb2.LoraLimits | None:
 
 def _pool_tasks(pooling: PoolingDescription) -> "list[common_pb2.PoolTask.ValueType]":
     """Returns the uses of a model's results; a score is the value of an only class."""
-    tasks = [_TASKS[pooling.task]]
+    tasks = [common_pb2.PoolTask.Value(f"POOL_TASK_{pooling.task.upper()}")]
     return [*tasks, common_pb2.POOL_TASK_SCORE] if pooling.task == "classify" and pooling.size == 1 else tasks
 
 
@@ -156,8 +136,9 @@ def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> Shapes:
 
 def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> worker_pb2.ConfigureEvent:
     """Makes a progress event of a Configure stream."""
+    value = worker_pb2.ConfigureProgress.Phase.Value(f"PHASE_{phase.upper()}")
     return worker_pb2.ConfigureEvent(
-        progress=worker_pb2.ConfigureProgress(phase=_PHASES[phase], done=done, total=total, message=message)
+        progress=worker_pb2.ConfigureProgress(phase=value, done=done, total=total, message=message)
     )
 
 
@@ -179,6 +160,6 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
             message.graphs.add(kind=decode, batch=size, query_len=1)
         message.num_blocks.extend(shapes.num_blocks)
         message.bytes_per_block.extend(ready.bytes_per_block)
-        message.block_copies = _BLOCK_COPIES[ready.block_copies]
-        message.chunk_starts = _CHUNK_STARTS[ready.chunk_starts]
+        message.block_copies = _block_copies(ready.block_copies)
+        message.chunk_starts = worker_pb2.ChunkStarts.Value(f"CHUNK_STARTS_{ready.chunk_starts.upper()}")
     return worker_pb2.ConfigureEvent(ready=message)
