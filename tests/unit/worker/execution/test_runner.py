@@ -140,7 +140,7 @@ def test_a_graph_that_cannot_be_made_is_no_refused_plan(
     def build(*_: object) -> None:
         raise Internal("no graph")
 
-    runner._steps.close()
+    runner.close()
     monkeypatch.setattr(runner.graphs, "build", build)
     with pytest.raises(Internal, match="no graph") as raised:
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
