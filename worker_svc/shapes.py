@@ -124,8 +124,7 @@ class KvGroup:
         if self.window > block_size:
             raise ConfigurationRefused(
                 f"an in-place window of {self.window} tokens needs a block size of at least {self.window},"
-                f" got {block_size};"
-                " raise --block-size or use --window-kv paged"
+                f" got {block_size}; raise --block-size or use --window-kv paged"
             )
         if block_size % self.window:
             raise ConfigurationRefused(
@@ -154,8 +153,7 @@ def group_layers(
             if layer.shares_with in sliding:
                 raise ConfigurationRefused(
                     f"layer {layer.name} reads the KV cache of {layer.shares_with},"
-                    " and a shared cache cannot slide in place;"
-                    " use --window-kv paged"
+                    " and a shared cache cannot slide in place; use --window-kv paged"
                 )
 
     def key(layer: AttentionLayer) -> tuple[int, int, int, str, bool, bool]:
@@ -248,8 +246,7 @@ class ShapeConfig:
             if count < least:
                 raise ConfigurationRefused(
                     f"{count} blocks of KV group {group.group_id} cannot hold one sequence of"
-                    f" {self.max_model_len} tokens;"
-                    f" at least {least} are needed"
+                    f" {self.max_model_len} tokens; at least {least} are needed"
                 )
 
     def _check_chunk_sizes(self) -> None:

@@ -205,8 +205,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 context,
                 SchemaMismatch(
                     f"the scheduler has schema revision {request.schema_revision},"
-                    f" this worker {SCHEMA_REVISION};"
-                    " run the same release on both"
+                    f" this worker {SCHEMA_REVISION}; run the same release on both"
                 ),
             )
         await asyncio.shield(self._prepared)

@@ -159,7 +159,9 @@ class Engine:
         phases.finish("load")
         shapes = self._fit_all(shapes)
         known = self._compilation.verification_cache(shapes)
-        options = replace(self._options, checked=self._known_to_all(known.read()))
+        # Comparing a graph with the model runs collectives, so it is left out only if all ranks know it.
+        checked = frozenset.intersection(*map(frozenset, self._exchange(sorted(known.read()))))
+        options = replace(self._options, checked=checked)
         self._runner = runner = self._make_runner(shapes, options, phases)
         phases.finish("allocate")
         self._compilation.make_graphs(runner, phases)
@@ -187,7 +189,7 @@ class Engine:
 
     def _check_equal(self, shapes: Shapes) -> None:
         """Refuses to start with other shapes than other ranks: their collectives would not meet."""
-        if self.group is not None and len(set(self.group.exchange(repr(shapes).encode()))) > 1:
+        if len(set(self._exchange(repr(shapes)))) > 1:
             raise Unavailable(
                 "the ranks were configured differently at the same time; configure them again",
                 retry_after_ms=100,
@@ -202,17 +204,16 @@ class Engine:
     def _fit_all(self, shapes: Shapes) -> Shapes:
         """Returns the shapes with as many blocks as fit on every rank."""
         fitted = self._fit(shapes, self._budget)
-        if self.group is None or isinstance(fitted, PoolShapeConfig):
+        if isinstance(fitted, PoolShapeConfig):
             return fitted
-        counts = [json.loads(each) for each in self.group.exchange(json.dumps(fitted.num_blocks).encode())]
+        counts = self._exchange(fitted.num_blocks)
         return replace(fitted, num_blocks=tuple(map(min, zip(*counts, strict=True))))
 
-    def _known_to_all(self, signatures: frozenset[str]) -> frozenset[str]:
-        """Returns the signatures that every rank knows: comparing a graph with the model runs collectives."""
+    def _exchange(self, value: Any) -> list[Any]:
+        """Returns the value of each rank, as JSON leaves it."""
         if self.group is None:
-            return signatures
-        known = self.group.exchange(json.dumps(sorted(signatures)).encode())
-        return frozenset.intersection(*(frozenset(json.loads(each)) for each in known))
+            return [value]
+        return [json.loads(each) for each in self.group.exchange(json.dumps(value).encode())]
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and hands its step to the device.

@@ -155,8 +155,7 @@ class MemoryBudget:
                 setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
                 f"{self._beside(free)}, but {_gib(cache)} of KV cache and {_gib(working)} of graphs do not"
-                " fit;"
-                f" {setting}"
+                f" fit; {setting}"
             )
         return counted
 

@@ -321,17 +321,9 @@ class Runner:
         *,
         adapters: bool,
     ) -> torch.Tensor:
-        """Runs a chunk.
+        """Returns a chunk's hidden states [chunk, hidden]; without work, those of padding.
 
-        Args:
-            work: the chunk; `None` for padding.
-            first: token ids, or the states computed by the stage before.
-            positions: int64 [chunk].
-            inputs: of each KV group.
-            adapters: whether the request uses a LoRA adapter.
-
-        Returns:
-            Hidden states [chunk, hidden]; see `Model.forward`.
+        `first` are token ids, or the states computed by the stage before.
         """
         signature = _prefill(positions.shape[0], adapters=adapters)
         if signature not in self._chunks:
