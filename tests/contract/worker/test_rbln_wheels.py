@@ -64,7 +64,6 @@ def roles_of(operator: str, arguments: tuple[str, ...]) -> list[str]:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Namespace) -> None:
-    """The plugin calls our operators with our arguments in order; the older one omits trailing ones."""
     calls = attention_calls(wheel, namespace)
     ours = {operator: [a.role for a in arguments] for operator, arguments in SIGNATURES[namespace].items()}
     expected = set(ours) if is_newest(wheel) else set(ours) - {"sliding_window_attention_v1"}
@@ -83,7 +82,6 @@ def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Na
 
 
 def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:
-    """The wheel declares these operators and their fakes with our argument names, all of them tensors."""
     declared = [each for each in wheel.declarations(TRITON) if not each.operator.startswith(MASKED)]
     assert {found.operator for found in declared} == set(SIGNATURES[TRITON])
     for found in declared:
@@ -141,7 +139,6 @@ def test_collectives_are_set_up_as_the_plugin_sets_them_up(wheel: Wheel) -> None
 
 
 def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
-    """The plugin calls one operator for expert layers, always with our arguments in our order."""
     calls = [call for call in wheel.calls(CUSTOM) if call.operator == operators.EXPERTS]
     assert calls
     assert all(call.arguments == operators.EXPERT_ARGUMENTS and not call.keywords for call in calls)
@@ -193,7 +190,6 @@ def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace: Namespace) -> None:
-    """Every argument has the plugin's position, shape and type."""
     calls = attention_calls(wheel, namespace)
     device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
     device.check_available()

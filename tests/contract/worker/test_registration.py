@@ -32,7 +32,6 @@ async def serving(scheduler: RunningScheduler, wanted: bool) -> None:
 
 
 async def test_a_worker_registers_again_after_its_steps_failed() -> None:
-    """When its stream breaks during a request, the worker registers again and the request continues."""
     async with run_scheduler() as scheduler, run_worker(FakeWorker(die_at_step=4)) as port:
         address = f"127.0.0.1:{scheduler.server.port}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
@@ -103,7 +102,6 @@ async def test_another_service_is_no_scheduler() -> None:
 
 
 async def test_a_worker_waits_for_a_scheduler_of_its_own_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler of another schema revision refuses it; the next one takes it."""
     monkeypatch.setattr(registry, "SCHEMA_REVISION", SCHEMA_REVISION + 1)
     async with run_scheduler() as scheduler, run_worker(FakeWorker()) as port:
         address = f"127.0.0.1:{scheduler.server.port}"

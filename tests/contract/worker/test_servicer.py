@@ -217,7 +217,6 @@ async def test_the_empty_plan_0_is_answered(stub: Any) -> None:
 
 
 async def test_another_configuration_waits_for_the_end_of_the_stream(stub: Any, worker: FakeWorker) -> None:
-    """While a stream is open, other sizes are refused and the configuration in use continues."""
     await configure(stub)
     steps = stub.Execute()
     await steps.write(decode(1))
@@ -259,7 +258,6 @@ async def test_a_failed_reconfiguration_is_reported(stub: Any, worker: FakeWorke
 async def test_an_abandoned_reconfiguration_is_reported(
     stub: Any, worker: FakeWorker, reports: Reports
 ) -> None:
-    """A scheduler that hangs up in the middle leaves a worker that is not configured."""
     await configure(stub)
     reports.configured.clear()
     worker.gate = threading.Event()

@@ -72,7 +72,6 @@ def _checkpoint(path: str, rows: int = HIDDEN, columns: int = HIDDEN) -> Adapter
     ],
 )  # fmt: skip
 def test_adapters_for_other_layers(moe: Path, path: str, text: str) -> None:
-    """An adapter for layers that take none, or of another model, is refused by name."""
     adapted = load(moe, "float32", lora=LIMITS).adapted
     assert adapted is not None
     with pytest.raises(InvalidArgument, match=text):
@@ -324,7 +323,6 @@ def _distance(expected: torch.Tensor, top: list[dict[str, float]]) -> float:
 
 
 def test_memory_is_estimated(tmp_path: Path) -> None:
-    """Graphs with adapters use at most the estimated memory, and not much less."""
     folder = tiny_models.write("llama", tmp_path / "model")
     model = load(folder, "float32", lora=LIMITS)
     harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)

@@ -97,7 +97,6 @@ MIX = ("all", None, "stable", "patterns", "all")
 
 @pytest.mark.parametrize("backend", ["compiled", "eager"])
 def test_a_mixed_batch_equals_peft(qwen: _Model, backend: Backend) -> None:
-    """Three adapters and the base model in one batch each give what PEFT gives, and they differ."""
     harness = qwen.harness(backend)
     tokens = _generate(harness, qwen, MIX, 8)
     qwen.check(MIX, tokens)

@@ -44,7 +44,6 @@ def test_similar_sentences_have_similar_embeddings(minilm: Stack) -> None:
 
 
 def test_grpc_and_http_agree(minilm: Stack) -> None:
-    """The same token ids give the same embedding, alone and in a batch."""
     prompt = [101, 1037, 4937, 102]
     with grpc.insecure_channel(minilm.scheduler_address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
@@ -59,7 +58,6 @@ def test_grpc_and_http_agree(minilm: Stack) -> None:
 
 
 def test_scores_are_cosines(minilm: Stack) -> None:
-    """/score and /rerank compare embeddings of a model that does not read pairs."""
     with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
         cat, *others = (
             entry.embedding for entry in client.embeddings.create(model="minilm", input=TEXTS).data
@@ -76,7 +74,6 @@ def test_scores_are_cosines(minilm: Stack) -> None:
 
 
 def test_the_example_compares_sentences(minilm: Stack) -> None:
-    """The script finds two sentences of one meaning closer than a third."""
     same, near, far = (float(line.split()[0]) for line in run_example("embeddings.py", minilm))
     assert same == 1
     assert near > 0.5 > far

@@ -137,7 +137,6 @@ def running(
 
 
 def test_preempted_requests_go_on(running: Running) -> None:
-    """Answers that displace one another's blocks are those of transformers."""
     before = running.replica.count("triptych:preemptions_total")
     answers = running.replica.generate_all(PROMPTS, LONG, GREEDY)
     assert running.replica.count("triptych:preemptions_total") > before

@@ -37,7 +37,6 @@ def catalog(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_code_is_one_entry(catalog: Path) -> None:
-    """It has four graphs, and an output head for one row and for two."""
     (key,) = CompileCache(catalog).entries()
     manifest = CompileCache(catalog).verify(key)
     assert manifest is not None

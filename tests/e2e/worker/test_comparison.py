@@ -78,7 +78,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
 )
 def test_every_tensor_is_needed_in_its_shape(family: str, tmp_path: Path) -> None:
-    """Without a tensor, or with one that is a row longer or shorter, the model is refused by the name."""
     source = write(family, tmp_path / "whole")
     tensors = load_file(source / "model.safetensors")
     open_model(source)

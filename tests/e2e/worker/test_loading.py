@@ -142,7 +142,6 @@ class _Payload:
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors"])
 def test_nothing_is_unpickled(single: Path, tmp_path: Path, load_format: LoadFormat) -> None:
-    """The worker and the model loader both refuse a folder with only pickled weights."""
     (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(tmp_path / "ran")))
     with pytest.raises(ConfigurationRefused, match="convert them to safetensors"):

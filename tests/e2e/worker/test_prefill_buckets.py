@@ -48,7 +48,6 @@ def check(folder: Path, dtype: Dtype, **shapes: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_bit_of_a_real_model_depends_on_the_bucket(dtype: Dtype) -> None:
-    """Tokens and all log-probabilities are equal to those of one chunk size."""
     check(fetch("smollm2"), dtype)
 
 

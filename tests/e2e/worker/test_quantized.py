@@ -74,7 +74,6 @@ def test_formats_equal_dequantized_weights(
 
 
 def test_llm_compressors_checkpoints_are_served(prompts: list[list[int]]) -> None:
-    """In float32, a checkpoint of llm-compressor's GPTQ gives what transformers gives with it."""
     answers = parity_process.run(Job(str(LLM_COMPRESSOR), prompts, backend="compiled"))
     assert differences(Reference(LLM_COMPRESSOR, torch.float32), prompts, answers) == []
 
@@ -136,7 +135,6 @@ def test_memory_is_that_of_packed_weights(base: Path, source: Path) -> None:
 
 
 def test_quantize_makes_what_is_served(base: Path, source: Path, prompts: list[list[int]]) -> None:
-    """A folder that `triptych quantize` makes of a tied model is served, with its 8-bit head."""
     tied = tiny_models.write("gemma3", base / "gemma3")
     folder = base / "gemma3-w8"
     quantize_folder(tied, folder, Scheme(8, None), head=True)
@@ -247,7 +245,6 @@ def test_what_quantizing_costs(base: Path, smollm2: Path) -> None:
 def test_an_npu_equals_dequantized_weights(
     base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]]
 ) -> None:
-    """An NPU's graphs of plain operators give what transformers gives with the dequantized weights."""
     names = ("w4", "w8")
     jobs = [
         Job(

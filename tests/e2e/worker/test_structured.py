@@ -116,7 +116,6 @@ def test_choices_and_tags(harness: ConstrainedHarness) -> None:
 
 @pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch_or_on_jumps(harness: ConstrainedHarness) -> None:
-    """The same seed gives the same text alone or in a batch, with jump-ahead or without."""
     spec = Spec("json_schema", json.dumps(schema(1)))
     rare = Spec("choice", json.dumps(["𒀀𒀁𒀂𒀃🙂", "𒀀𒀁𒀂𒀃🙃"]))
     sampling = [

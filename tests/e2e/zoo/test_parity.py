@@ -75,7 +75,6 @@ def test_generated_kernels_equal_the_reference(tmp_path: Path, prompts: list[lis
     ],
 )
 def test_memory_is_estimated(tmp_path: Path, family: str) -> None:
-    """Graphs use at most the estimated memory, and not much less; the estimate of weights is exact."""
     folder = families.write(family, tmp_path)
     model = load(folder, "float32")
     harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)

@@ -92,7 +92,6 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
 
 
 def test_a_refused_admission_fails_alone() -> None:
-    """A prompt that fits no row is refused; the rest of the batch runs."""
     refused, good = run(make_runner(), [1] * 9, [7])
     assert "1 to 8 fit" in str(refused.error)
     assert (good.slot, list(good.pooled)) == (1, [7, 0])
@@ -117,7 +116,6 @@ def test_slots_are_released_and_taken_again() -> None:
     ],
 )
 def test_a_plan_that_does_not_fit_fails_whole(work: Pool | Prefill, text: str) -> None:
-    """Work that contradicts shapes or slots fails the step, with the reason."""
     runner = make_runner()
     admit = [admission(0, [1]), admission(1, [1] * 5)]
     with pytest.raises(Internal, match=text):

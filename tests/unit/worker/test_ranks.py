@@ -12,7 +12,6 @@ from worker_svc.ranks.layout import RankLayout
 
 
 def test_ranks_are_numbered_stage_by_stage() -> None:
-    """Rank 3 of two stages of two is the second rank of the last stage."""
     layout = RankLayout(3, 2, 2)
     assert (layout.stage, layout.tensor_rank, layout.peers) == (1, 1, (2, 3))
     assert layout.is_last_stage
@@ -21,7 +20,6 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline", "chooser"), [(1, 1, 0), (4, 1, 0), (1, 3, 2), (2, 3, 4)])
 def test_one_rank_leads_and_one_chooses(tensor: int, pipeline: int, chooser: int) -> None:
-    """Rank 0 takes plans; the first rank of the last stage chooses tokens."""
     layouts = [RankLayout(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
     assert [layout.rank for layout in layouts if layout.leads] == [0]
     assert [layout.rank for layout in layouts if layout.chooses] == [chooser]

@@ -82,7 +82,6 @@ def test_a_sequence_needs_blocks_for_its_window(
 
 
 def test_a_window_needs_no_more_than_the_longest_sequence() -> None:
-    """A window longer than the context needs as many blocks as full attention."""
     assert HYBRID[1].blocks_in_use(replace(SIZES, max_model_len=256)) == 2
 
 

@@ -37,7 +37,6 @@ def test_recommendations_have_our_names() -> None:
     ],
 )
 def test_where_defaults_come_from(flags: list[str], expected: dict[str, float], tmp_path: Path) -> None:
-    """The model, another folder or nothing; overrides come before all of them."""
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_p": 0.9, "do_sample": True}))
     settings = load(Settings, ["--model", "m", *(flag.replace("FOLDER", str(tmp_path)) for flag in flags)])
     chosen = default_sampling(_MODEL, settings.generation_config, settings.override_generation_config)

@@ -67,7 +67,6 @@ def test_negative_recommendations_are_dropped() -> None:
 
 
 def test_pooling_messages_are_converted() -> None:
-    """Shapes, work, normalization and results of a pooling model survive the conversion."""
     shape = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_POOL, batch=3, query_len=4)
     request = worker_pb2.ConfigureRequest(max_model_len=4, pool_shapes=[shape])
     shapes = convert.shapes_from_proto(request)

@@ -41,7 +41,6 @@ async def test_an_exception_belongs_to_its_future(thread: ModelThread) -> None:
 
 
 async def test_the_loop_stays_live_and_sees_how_long_a_function_runs(thread: ModelThread) -> None:
-    """While a function blocks, the event loop runs and the thread counts as busy."""
     assert thread.busy_s == 0
     running, let_go = threading.Event(), threading.Event()
 

@@ -165,7 +165,6 @@ def sinks_of(params: AttentionParams) -> torch.Tensor | None:
 def test_graphs_over_paged_blocks_match_the_reference(
     kind: GroupKind, triton: bool, with_sinks: bool, partitions: int
 ) -> None:
-    """Compiled attention over paged blocks equals the gathered attention, with one graph for each shape."""
     device, group = open_check(triton=triton), group_of(kind)
     params = params_of(group, sinks=with_sinks)
     device.check_attention(params)
@@ -193,7 +192,6 @@ def test_graphs_over_paged_blocks_match_the_reference(
 def test_graphs_over_windows_in_place_match_the_reference(
     counts: tuple[int, ...], triton: bool, with_sinks: bool
 ) -> None:
-    """Compiled attention over an in-place window equals the plain implementation, for chunks of any size."""
     device, group = open_check(triton=triton), group_of(GroupKind.IN_PLACE_WINDOW)
     params = params_of(group, sinks=with_sinks)
     device.check_attention(params)
@@ -325,7 +323,6 @@ def test_a_graph_break_is_refused() -> None:
 
 
 def test_an_accepted_graph_computes_the_functions_result() -> None:
-    """The graph keeps mutations in order and gives the function's own result."""
     device = open_check()
 
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

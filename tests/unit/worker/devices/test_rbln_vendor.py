@@ -83,7 +83,6 @@ def test_a_graph_is_compiled_once_for_each_shape(observed: dict[str, Any]) -> No
     ],
 )
 def test_what_is_missing_is_named_in_one_line(observed: dict[str, Any], case: str, words: str) -> None:
-    """A worker refuses to start and says what to set or install."""
     assert words in observed["refusals"][case]
     assert "\n" not in observed["refusals"][case]
 

@@ -99,7 +99,6 @@ class Checker:
 @pytest.mark.parametrize(("softcap", "sinks"), [(0.0, False), (2.0, False), (0.0, True), (2.0, True)])
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 13, 16, 32])
 def test_a_prompt_in_chunks_then_decode(chunk: int, softcap: float, sinks: bool) -> None:
-    """Chunks of any size, then decode steps past the window, match the naive result."""
     checker = Checker(softcap, seed=chunk, sinks=sinks)
     for prompt in (1, 2, 7, 8, 9, 15, 21, 40):
         sequence = checker.admit(3)

@@ -124,7 +124,6 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
 
 
 def test_growth_appends(batch: Batch) -> None:
-    """New blocks follow the slot's existing ones."""
     batch.admit(request(tokens=4, blocks=1))
     batch.copy_admitted()
     batch.grow(Growth(0, 0, (9,)))
@@ -294,7 +293,6 @@ def admission(slot: int, tokens: int = 9) -> Admission:
 
 @pytest.mark.parametrize("count", [1, SLOTS])
 def test_a_plans_admissions_are_one_copy(count: int) -> None:
-    """The host copies once, and the device writes each of its tensors once."""
     batch = make_batch("meta")
     with DeviceCalls("meta") as calls:
         for slot in range(count):
@@ -311,7 +309,6 @@ def test_a_plans_admissions_are_one_copy(count: int) -> None:
 
 
 def test_a_copy_writes_what_single_admissions_write() -> None:
-    """Requests admitted together leave the same state as requests admitted one by one."""
     together, single = make_batch("cpu"), make_batch("cpu")
     for slot in (3, 0, 7):
         together.admit(admission(slot, 9 + slot))

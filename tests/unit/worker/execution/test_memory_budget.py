@@ -98,7 +98,6 @@ def test_the_cache_takes_its_share_of_what_graphs_leave() -> None:
 
 
 def test_kv_memory_is_used_as_given() -> None:
-    """--kv-memory sets the cache's size, whatever --kv-share says."""
     groups = make_groups()
     fitted = make_budget(2 * GIB, kv_memory=0.75).fit(SHAPES, groups)
     taken = cache_bytes(fitted, groups)
@@ -114,7 +113,6 @@ def test_too_much_kv_memory_names_how_much_would_fit() -> None:
 
 
 def test_too_many_blocks_name_how_many_would_fit() -> None:
-    """The refusal names the largest number of blocks that fits in every group."""
     groups = make_groups((0, 512))
     requested = replace(SHAPES, num_blocks=(500, 500))
     fits = int(number(r"; --num-blocks (\d+) would$", refusal(make_budget(GIB), requested, groups)))
@@ -125,7 +123,6 @@ def test_too_many_blocks_name_how_many_would_fit() -> None:
 
 
 def test_a_sequence_that_is_too_long_names_the_length_that_fits() -> None:
-    """The refusal names the largest --max-model-len that fits, in whole blocks."""
     text = refusal(make_budget(0.3 * GIB, kv_share=0.4))
     assert text.startswith("one sequence of 4096 tokens needs 128 MiB of KV cache")
     fits = int(number(r"lower --max-model-len to (\d+)$", text))
@@ -147,7 +144,6 @@ def test_a_sequence_that_is_too_long_names_the_length_that_fits() -> None:
     ],
 )
 def test_oversized_graphs_name_the_setting_to_lower(shapes: ShapeConfig, flag: str) -> None:
-    """The refusal names the chunk or the batch, and a size with which the graphs fit."""
     text = refusal(make_budget(GIB), shapes)
     assert re.match(r"device cpu has 1 GiB free beside 3 GiB of weights, but graphs need [\d.]+ GiB; ", text)
     buckets = "--decode-buckets" if flag == "--max-num-seqs" else "--prefill-buckets"

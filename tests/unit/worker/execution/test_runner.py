@@ -100,7 +100,6 @@ def test_a_resumed_prefix_is_not_cleared(runner: Runner) -> None:
 
 
 def test_a_refused_admission_fails_alone(runner: Runner) -> None:
-    """The other requests are admitted and their step runs without the refused request."""
     runner.execute(StepPlan(1, admit=[request(0, [5])], work=Prefill(0, 0, 1, sample=True)))
     bad = request(1, [7], blocks=(9, 2))
     outputs = runner.execute(
@@ -185,7 +184,6 @@ def test_a_step_with_more_to_tell_is_not_run_ahead(runner: Runner, field: dict[s
 
 
 def test_all_steps_of_a_plan_are_checked_with_the_first(runner: Runner) -> None:
-    """A plan whose later steps lack a block is refused before any of them runs."""
     runner.execute(StepPlan(1, admit=[request(0, [5] * 14)], work=Prefill(0, 0, 8, sample=False)))
     runner.execute(StepPlan(2, work=Prefill(0, 8, 6, sample=True)))
     with pytest.raises(Internal, match="too few for 17 tokens"):

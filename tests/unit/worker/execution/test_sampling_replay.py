@@ -53,7 +53,6 @@ def assert_same(
     "order", [*range(4), *(pytest.param(order, marks=pytest.mark.slow) for order in range(4, 12))]
 )
 def test_neighbours_order_and_preemption_change_nothing(order: int, captured: bool) -> None:
-    """Admission order, batches, preemption, a lost worker and captured steps do not change any token."""
     expected = {index: alone(index) for index in range(len(REQUESTS))}
     chance = random.Random(order)
     workers = [ReplayWorker(captured=captured)]

@@ -61,7 +61,6 @@ def test_tokens_arrive_in_the_order_of_steps() -> None:
 
 
 def test_a_released_slot_takes_no_token() -> None:
-    """The slot's next request is not touched by a step of the one before."""
     batch = batch_with(0, 1)
     stage = stage_of(batch)
     stage.pass_on(Decode((0, 1), 2), torch.zeros(1))

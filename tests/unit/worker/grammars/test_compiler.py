@@ -65,7 +65,6 @@ def only(processes: set[psutil.Process]) -> psutil.Process:
 
 
 def test_the_same_grammar_compiles_once(small: GrammarCompiler) -> None:
-    """Later requests join the compilation in progress, or find its result."""
     futures = [small.submit(Spec("regex", "[a-z]+")) for _ in range(20)]
     sizes = {future.result() for future in futures}
     assert small.submit(Spec("regex", "[a-z]+")).result() in sizes

@@ -67,7 +67,6 @@ def test_a_redraw_under_the_mask_keeps_the_distribution(rounds: int) -> None:
 
 
 def test_engine_failures_fail_one_request() -> None:
-    """The slot with the failing matcher gets an error; the other slot keeps its token."""
     # The part beyond the engine's limits is out of reach of the masks that the compiler makes.
     beyond = "[a-z]* " * 1000
     spec = Spec("grammar", f'root ::= [^Q]+ | "Q\U00012000" {beyond}')
@@ -88,7 +87,6 @@ def test_engine_failures_fail_one_request() -> None:
 
 
 def test_a_grammar_over_its_budget_is_refused_from_then_on() -> None:
-    """The request fails, and later requests with the grammar are refused before they compile."""
     # The ambiguity lies further along than the compiler's walk, which would refuse it.
     spec = Spec("grammar", 'root ::= [ab]{200} x\nx ::= x x x | "a" | "b" | ""')
     compiler().submit(spec).result()
@@ -152,7 +150,6 @@ def test_masks_remove_forbidden_tokens() -> None:
 
 
 def test_a_slow_matcher_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row whose look-up uses up its budget fails; the other row goes on."""
     spec, other = Spec("regex", "a+b"), Spec("regex", "a+c")
     for each in (spec, other):
         compiler().submit(each).result()
@@ -234,7 +231,6 @@ def pair() -> tuple[LeadingConstraints, FollowingConstraints]:
 
 
 def test_ranks_agree_on_what_a_grammar_chose() -> None:
-    """The other rank gets tokens, forced tokens and padding as the chooser has them."""
     leading, following = pair()
     for each in (leading, following):
         each.admit(1, SPEC, ())

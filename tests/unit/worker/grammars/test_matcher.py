@@ -43,7 +43,6 @@ def test_a_long_forced_text_is_cheap(text: str) -> None:
 
 
 def test_long_chains_are_taken_in_pieces() -> None:
-    """No jump is longer than the limit, and the pieces together make the whole text."""
     text = "\U00012000" * 300
     matcher = matcher_of(Spec("choice", json.dumps([text])))
     rows = masks()

@@ -31,7 +31,6 @@ from worker_svc.grammars.spec import Spec
     ],
 )  # fmt: skip
 def test_invalid_specs_are_refused(spec: Spec, why: str) -> None:
-    """Malformed texts, and parts that xgrammar would ignore, are refused with a reason."""
     with pytest.raises(InvalidArgument, match=why):
         lowered(spec)
 
@@ -54,7 +53,6 @@ def test_invalid_specs_are_refused(spec: Spec, why: str) -> None:
     ids=lambda spec: f"{spec.kind}-{spec.text[:12]}-{len(spec.text)}",
 )  # fmt: skip
 def test_hostile_specs_are_refused_quickly(spec: Spec) -> None:
-    """Size, depth and branches are checked before anything is compiled."""
     started = time.thread_time()
     with pytest.raises(InvalidArgument):
         lowered(spec)

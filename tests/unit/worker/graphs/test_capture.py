@@ -125,7 +125,6 @@ def test_results_share_memory() -> None:
 
 
 def test_attention_gets_the_plan_of_each_replay() -> None:
-    """A replay calls the device's attention in its place, with the layer's cache and the new plan."""
     cache, query = torch.zeros(1), torch.ones(2, 4)
 
     def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:

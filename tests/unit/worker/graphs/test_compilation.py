@@ -50,7 +50,6 @@ def test_a_level_that_the_device_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_code_is_kept_and_found_again(folder: Path, tmp_path: Path) -> None:
-    """The first process fills an entry of the cache, the next one uses it."""
     settings = make_settings(tmp_path / "cache")
     first = make_compilation(folder, settings)
     first.find(SIZES)

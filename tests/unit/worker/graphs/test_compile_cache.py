@@ -103,7 +103,6 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
 
 
 def test_a_damaged_entry_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A damaged entry causes a warning, and newly compiled code takes its place."""
     key = store(tmp_path)
     (tmp_path / key / "kernel.py").write_text("y = 2")
     code = CompiledCode(CompileCache(tmp_path), FIELDS, required=False)

@@ -66,7 +66,6 @@ def key(folder: Path, **changed: Any) -> str:
     ],
 )
 def test_every_part_of_a_configuration_counts(folder: Path, changed: dict[str, Any]) -> None:
-    """A change of any part gives another key; the same configuration gives the same key."""
     assert key(folder, **changed) != key(folder) == key(folder)
 
 

@@ -87,7 +87,6 @@ def test_a_graph_runs_without_the_models_code() -> None:
 
 
 def test_eager_builds_no_graphs() -> None:
-    """At level 0 each step runs the model's code, and no graph is late."""
     model = TriplingModel()
     graphs = built(model, 0, strict=True)
     assert model.calls == 0
@@ -214,8 +213,6 @@ def test_compiled_kernels_may_round_as_the_steps_narrowest_numbers(
 
 
 def test_a_compiler_error_names_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal has the first line of the compiler's message and the remedy."""
-
     def fail(*_: Any) -> KernelGraph:
         raise RuntimeError("no registers left\nand a long dump")
 

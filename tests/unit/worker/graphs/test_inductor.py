@@ -104,8 +104,6 @@ def test_other_shapes_are_other_structures(rows: int) -> None:
 
 
 def test_literals_are_part_of_the_structure() -> None:
-    """Two subgraphs that differ in a factor have different structures."""
-
     def times(factor: float) -> str:
         x = torch.ones(2)
         recorder = Recorder((x,))
@@ -137,7 +135,6 @@ def test_unread_results_are_dropped() -> None:
 def test_compiled_subgraphs_compute_what_the_kernels_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code and replayed kernels agree on new inputs; each structure is compiled once."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     layers = Layers(4)
     recording = layers.record(2)

@@ -62,8 +62,6 @@ def test_adapters_named_default_are_read(tmp_path: Path) -> None:
 
 
 def test_the_digest_follows_configuration_and_weights(tmp_path: Path) -> None:
-    """Equal adapters have equal digests; another scaling or other weights have another one."""
-
     def digest(*args: Any, **changes: Any) -> str:
         return read_adapter(_write(tmp_path, *args, **changes), name="a", max_rank=8).digest
 
@@ -172,7 +170,6 @@ def test_damaged_folders(
     ],
 )
 def test_unserved_configurations(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    """Whatever would change what an adapter computes is refused by name."""
     with pytest.raises(InvalidArgument, match=text):
         read_adapter(_write(tmp_path, **changes), name="tuned", max_rank=8)
 
@@ -195,7 +192,6 @@ def test_unserved_configurations(tmp_path: Path, changes: dict[str, Any], text: 
     ],
 )  # fmt: skip
 def test_unserved_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], text: str) -> None:
-    """A tensor is part of a linear layer's product, or the adapter is refused."""
     rank = 9 if "rank 9" in text else 4
     with pytest.raises(InvalidArgument, match=text):
         read_adapter(_write(tmp_path, tensors, r=rank), name="tuned", max_rank=8)

@@ -74,7 +74,6 @@ def test_the_single_file_comes_before_an_index(folder: Path) -> None:
 
 
 def test_the_index_chooses_among_copies_of_a_tensor(folder: Path) -> None:
-    """A copy elsewhere, even of another shape, is not read."""
     save_file({"c": torch.zeros(10, dtype=torch.int8), "a": torch.zeros(2)}, folder / SECOND)
     assert [set(shard.tensors) for shard in Checkpoint.open(folder).shards] == [{"a", "b"}, {"c"}]
 

@@ -90,7 +90,6 @@ def test_unsuitable_folders_are_refused(
 
 
 def test_unsuitable_files_and_names_are_refused(tmp_path: Path) -> None:
-    """Files of another kind, missing files and a --load-format that contradicts the file are refused."""
     (tmp_path / "model.safetensors").touch()
     assert "pass a Hugging Face folder or id, or a .gguf file as --model" in refusal(
         tmp_path / "model.safetensors"
@@ -129,7 +128,6 @@ def test_only_needed_files_are_fetched_from_a_hub(
 
 
 def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo model's name resolves to that model, whose files count like a folder's."""
     monkeypatch.setattr(loader, "fetch", lambda name: tmp_path / name)
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").touch()
@@ -188,8 +186,6 @@ def test_interrupted_fetch_is_cleaned_up(catalog: Path) -> None:
 
 
 def test_failed_fetch_leaves_nothing(catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure halfway leaves no files; the next call succeeds."""
-
     def fail(*_: object) -> None:
         raise ConfigurationRefused("the power went out")
 
@@ -202,7 +198,6 @@ def test_failed_fetch_leaves_nothing(catalog: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_concurrent_fetches_make_one(catalog: Path) -> None:
-    """Later calls wait and get the first call's folder."""
     folders: list[Path] = []
     threads = [
         threading.Thread(target=lambda: folders.append(loader.fetch("tiny", catalog))) for _ in range(4)
@@ -239,7 +234,6 @@ def test_catalog_imports_no_torch() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A conversion that lacks a package fails in one line that names the package and how to install it."""
     monkeypatch.setattr(loader, "find_spec", lambda name: None if name == "gguf" else object())
     file = tmp_path / "tiny.gguf"
     file.touch()

@@ -98,7 +98,6 @@ def test_a_model_is_quantized(tmp_path: Path, scheme: Scheme, *, head: bool, tie
 
 
 def test_refusals_leave_nothing(tmp_path: Path) -> None:
-    """What cannot be quantized is refused in one line, and no folder is left."""
     source = _model(tmp_path / "source")
     target = tmp_path / "target"
 
@@ -235,7 +234,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_matrices_that_calibration_did_not_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command says how many they are and names three of them."""
     monkeypatch.setattr(quantize, "calibrate", lambda *_: {})
     source = _model(tmp_path / "source")
     assert command.main([str(source), "--out", str(tmp_path / "x"), "--scheme", "w4a16", "--calibrate"]) == 0

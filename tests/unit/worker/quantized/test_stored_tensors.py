@@ -32,7 +32,6 @@ def source(tmp_path: Path) -> Path:
 def test_formats_hold_the_same_weights(
     source: Path, stored: quantized_models.Stored, group: int | None, bits: Bits
 ) -> None:
-    """The codes and scales of each format are those of the dequantized weights; other tensors stay."""
     if stored == "awq" and bits == 8:
         pytest.skip("AWQ has 4 bits")
     scheme = Scheme(bits, group)
@@ -61,7 +60,6 @@ def test_formats_hold_the_same_weights(
 
 @pytest.mark.parametrize("bits", get_args(Bits))
 def test_packing_is_reversible(bits: Bits) -> None:
-    """Words are those that the formats define, and unpack to the same codes."""
     given = torch.randint(0, 2**bits, (5, 64), dtype=torch.uint8)
     packed = codes.pack(given, bits)
     assert torch.equal(packed, quantized_models.words(given, bits))

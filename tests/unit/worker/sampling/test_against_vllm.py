@@ -192,7 +192,6 @@ ALONE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_each_parameter_alone(name: str) -> None:
-    """One parameter at a time, in a batch with a plain row and a greedy row."""
     fields = {name: ALONE[name], "min_tokens": 9} if name == "stop_token_ids" else {name: ALONE[name]}
     prompt, output = [3, 7, 8, 9], [7, 40, 40, 8, 9]
     batch = [

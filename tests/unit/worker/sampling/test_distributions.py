@@ -47,7 +47,6 @@ def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
 
 
 def test_the_test_detects_a_wrong_temperature() -> None:
-    """Draws at temperature 1 do not pass as draws at 1.05."""
     logits = logits_of("peaked")
     drawn = draw_many(logits, complete_params(), DRAWS)
     wrong = expected_probabilities(logits.tolist(), complete_params(temperature=1.05))

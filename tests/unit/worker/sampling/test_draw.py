@@ -107,7 +107,6 @@ def test_neighbouring_draws_are_independent(kind: str) -> None:
 
 
 def test_a_redraw_under_a_mask_keeps_the_masked_distribution() -> None:
-    """Rejecting a token and drawing again under the mask yields the same distribution as the mask alone."""
     mass = masses(torch.tensor([0.4, 0.3, 0.2, 0.1]))
     seeds, positions = torch.arange(COUNT), torch.full((COUNT,), 9)
     tokens = draw(mass, draw_keys(seeds, positions))

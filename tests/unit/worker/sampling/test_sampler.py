@@ -169,7 +169,6 @@ MIXED = [
 
 
 def test_draws_do_not_depend_on_neighbours() -> None:
-    """A request draws the same token alone, beside others and beside padding."""
     logits = some_logits(len(MIXED), seed=1)
     lengths = [3, 9, 1, 60, 2, 5, 33, 7, 4, 8]
     together = pick(logits, MIXED, lengths)
@@ -180,7 +179,6 @@ def test_draws_do_not_depend_on_neighbours() -> None:
 
 
 def test_captured_variants_draw_the_same_tokens() -> None:
-    """A variant that computes more than a step needs yields the same tokens as the exact one."""
     logits = some_logits(len(MIXED), seed=2)
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     rows, lengths = torch.arange(len(MIXED)), [4] * len(MIXED)

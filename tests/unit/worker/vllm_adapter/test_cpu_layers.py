@@ -68,7 +68,6 @@ def test_products_in_float32(layers: Any, remove_weight: bool) -> None:
 
 @pytest.mark.parametrize("layers", ["ours"], indirect=True)
 def test_activations_of_another_type_are_an_error(layers: Any) -> None:
-    """Our kernel would read packed weights of another type as garbage."""
     if layers.kernels() is None:
         pytest.skip("our kernels are unavailable")
     layer: Any = torch.nn.Linear(16, 8, bias=False)

@@ -51,7 +51,6 @@ def token_by_token(layer: dict[str, Any], activate: Any) -> torch.Tensor:
     ],
 )
 def test_experts_are_summed_by_weight(activation: ExpertActivation, activate: Any) -> None:
-    """Running all experts on all tokens equals running each token's own experts."""
     layer = make_layer()
     mixed = open_device("cpu").run_experts(**layer, activation=activation)
     assert torch.allclose(mixed, token_by_token(layer, activate), atol=1e-5)

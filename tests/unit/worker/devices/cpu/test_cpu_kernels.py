@@ -186,7 +186,6 @@ def _params(kind: tuple[int, int, int, int, float, bool]) -> AttentionParams:
 def test_decoding_rows_of_all_lengths_attend(
     kernels: Kernels, kind: tuple[int, int, int, int, float, bool]
 ) -> None:
-    """A decode step over rows of very different lengths matches PyTorch."""
     lengths = [1, 2, 33, 64, 65, 512, 513, 700, 1300]
     sequences = _Sequences(_params(kind), lengths)
     for row, length in enumerate(lengths):
@@ -366,7 +365,6 @@ def test_a_cache_that_others_can_write_to_is_refused(cache: Path, foreign: Forei
 def test_no_compiler_no_kernels(
     compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A missing or failing compiler is reported, and nothing is left behind."""
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(build.KernelsUnavailable, match=reason):
         build.compile_into(tmp_path)
@@ -374,7 +372,6 @@ def test_no_compiler_no_kernels(
 
 
 def test_the_command_says_why_it_compiled_nothing(tmp_path: Path) -> None:
-    """A failed build exits with 2 and one line with the reason."""
     done = subprocess.run(
         [sys.executable, "-m", "triptych", "build-kernels", str(tmp_path)],
         env={"CXX": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,

@@ -179,7 +179,6 @@ def test_texts_attend_to_themselves(
 
 
 def test_a_text_has_the_same_bits_in_any_company(kernels: Kernels) -> None:
-    """The result of a text does not depend on the others of its step, nor on the number of threads."""
     call = _call(4, 4, 32, 60, causal=False, window=0)
     together = torch.tensor([20, 37, 3])
     torch.set_num_threads(3)
