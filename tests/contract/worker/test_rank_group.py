@@ -26,6 +26,7 @@ def printed(*ranks: subprocess.Popen[str]) -> list[str]:
     return [rank.communicate(timeout=100)[0].splitlines()[-1] for rank in ranks]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_alone_gives_up() -> None:
     (port,) = free_ports(1)
     output, _ = start(0, port, {}, join_s=1).communicate(timeout=60)
