@@ -26,6 +26,10 @@ _CHUNKS_BOUND: Final = 2
 """Chunks that may precede the first chunk of a request with a slot. Until then, binding it to a slot gains
 nothing, while the order of the queue, cached prefixes and other replicas still count."""
 
+_LARGE_BATCH: Final = 32
+"""Rows from which on the worker collects steps by default."""
+_LARGE_BATCH_INTERVAL_S: Final = 0.005
+
 
 class ReplicaScheduler:
     """Continuous batching over static graphs.
@@ -36,7 +40,7 @@ class ReplicaScheduler:
 
     def __init__(
         self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, turns: Turns, *, clock: Callable[[], float],
-        lease_steps: int = 1, event_interval_s: float = 0.0, adapters: AdapterSeats | None = None,
+        lease_steps: int = 1, event_interval_s: float | None = None, adapters: AdapterSeats | None = None,
         depth: int | None = None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
@@ -48,7 +52,8 @@ class ReplicaScheduler:
             turns: chooses between prefill and decode.
             clock: monotonic seconds.
             lease_steps: most decode steps of one plan.
-            event_interval_s: time for which the worker may collect the tokens of these steps.
+            event_interval_s: time for which the worker may collect the tokens of these steps; by default
+                5 ms in batches of 32 rows or more, where a message a step would cost the most.
             adapters: counts the LoRA adapters; None if the worker runs none.
             depth: most plans on the worker at once; None for a pipeline's stages plus 1.
         """
@@ -316,15 +321,24 @@ class ReplicaScheduler:
         if not steps:
             return None
         batch = rows.batch
-        per_result = 1
-        if self._event_interval_s and (step_s := self.stats.times.decode.at(len(batch.slots))):
-            per_result = max(1, min(steps, int(self._event_interval_s / step_s)))
-        work = Decode(batch.slots, bucket_for(len(batch.slots), self.shapes.buckets), steps, per_result)
+        work = Decode(
+            batch.slots, bucket_for(len(batch.slots), self.shapes.buckets), steps,
+            self._steps_per_result(len(batch.slots), steps),
+        )  # fmt: skip
         self._turns.sent_steps(steps * self._stages_per_batch)
         return self._send(
             work, batch.requests, batch, interrupts=interrupts, context_tokens=rows.context_tokens,
             paced=bool(self._slots.prefilling),
         )  # fmt: skip
+
+    def _steps_per_result(self, rows: int, steps: int) -> int:
+        """Returns how many of these decode steps the worker may answer together."""
+        interval_s = self._event_interval_s
+        if interval_s is None:
+            interval_s = _LARGE_BATCH_INTERVAL_S if rows >= _LARGE_BATCH else 0.0
+        if not interval_s or not (step_s := self.stats.times.decode.at(rows)):
+            return 1
+        return max(1, min(steps, int(interval_s / step_s)))
 
     def _most_steps(self) -> int:
         """Returns how many decode steps may run in a row before other work."""

@@ -187,6 +187,7 @@ class GeneratingReplicas:
             eos_token_ids=frozenset(description.model.eos_token_ids),
         )
         settings, lora = self._settings, description.lora
+        interval_ms = settings.event_interval_ms
         scheduler = ReplicaScheduler(
             shapes,
             memory,
@@ -198,7 +199,7 @@ class GeneratingReplicas:
             ),
             clock=self._clock,
             lease_steps=min(settings.lease_steps, description.max_lease_steps),
-            event_interval_s=settings.event_interval_ms * 1e-3,
+            event_interval_s=None if interval_ms is None else interval_ms * 1e-3,
             adapters=AdapterSeats(lora.max_loras, lora.max_cpu_loras, self._clock) if lora else None,
         )
         scheduler.stats.observe_batch = self._histogram.observe

@@ -242,7 +242,7 @@ class Rig:
     """Decode steps that a plan may allow."""
     itl_target_s: float = 0.0
     """Target for the time between two tokens of a request."""
-    event_interval_s: float = 0.0
+    event_interval_s: float | None = None
     """Time for which the worker may collect the tokens of these steps."""
     depth: int | None = None
     """Plans that the worker may have at once."""
@@ -401,7 +401,7 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, lease_steps: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
-    dispatches: bool = True, event_interval_s: float = 0.0, itl_target_s: float = 0.0, adapter_slots: int = 0, max_cpu_loras: int | None = None,
+    dispatches: bool = True, event_interval_s: float | None = None, itl_target_s: float = 0.0, adapter_slots: int = 0, max_cpu_loras: int | None = None,
     chunk_starts: ChunkStarts = "whole", finest_hit: int = 4,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(

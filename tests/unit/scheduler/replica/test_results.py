@@ -65,6 +65,19 @@ def test_plans_ask_for_as_many_steps_as_the_interval_holds(interval_s: float, st
     assert all(work.steps_per_result <= work.steps for work in decodes)
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(31, 1), (32, 5)])
+def test_only_large_batches_collect_steps_by_default(rows: int, steps: int) -> None:
+    """Steps take 1 ms; a message for each costs most where there are many rows, and few notice 5 ms."""
+    rig = make_rig(
+        make_shapes(max_num_seqs=rows, block_size=16, buckets=(1, rows)), num_blocks=4 * rows, lease_steps=8
+    )
+    for index in range(rows):
+        rig.submit(make_submission([5 + index, 6], request_id=str(index), max_tokens=40))
+    plans, _ = run(rig)
+    assert max(plan.work.steps_per_result for plan in plans if isinstance(plan.work, Decode)) == steps
+    assert all(len(sink.tokens) == 40 for sink in rig.sinks.values())
+
+
 @pytest.mark.parametrize("interval_s", [0.002, 0.004, 0.005, 1.0])
 def test_a_stop_in_the_middle_of_a_result_ends_its_request_alone(interval_s: float) -> None:
     """Later tokens of the row are dropped, those of the others are not, and both end once."""
