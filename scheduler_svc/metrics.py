@@ -1,4 +1,4 @@
-"""The scheduler's metrics, under vLLM's names where vLLM has them. docs/metrics.md lists them.
+"""The scheduler's metrics, under vLLM's names where they exist. docs/metrics.md lists them.
 
 Steps only increment plain counters, which become metrics at each scrape. The gateway measures what clients
 see (latencies, tokens, finish reasons); that is not repeated here.
@@ -123,19 +123,19 @@ class UnservedRequests:
         self.counts: Counter[tuple[str, ...]] = Counter()
 
     def refused(self, error: TriptychError, count: int = 1) -> None:
-        """Counts requests that were not accepted."""
+        """Counts refused requests."""
         self.counts["refused", error.code_name] += count
 
     def ended(self, error: TriptychError | None) -> None:
-        """Counts an accepted request that failed, or without an error a sequence that was aborted."""
+        """Counts a failed request, or without an error an aborted sequence."""
         self.counts[("aborted", "aborted") if error is None else ("failed", error.code_name)] += 1
 
 
 class SchedulerMetrics(Collector):
     """The metrics of a deployment.
 
-    Counters outlive their replica: sums over replicas must not fall when one is lost. A replica that returns
-    continues them. After many later losses they move to the engine "retired".
+    Counters outlive their replica: sums over replicas must not fall with a loss. A returning replica
+    continues its counters. After many later losses they move to the engine "retired".
     """
 
     def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
@@ -221,7 +221,7 @@ class SchedulerMetrics(Collector):
         yield histogram
 
     def _keep(self, replica_id: str, last: Totals) -> None:
-        """Keeps the counters of a replica that is lost or leaves."""
+        """Keeps the counters of a departing replica."""
         totals = self._gone.pop(replica_id, Totals())
         totals.add(last)
         self._gone[replica_id] = totals  # the last position: the dict is ordered by departure

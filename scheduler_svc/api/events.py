@@ -12,11 +12,11 @@ from scheduler_svc.api.messages import event_to_protos
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason
 
-# Buffered tokens beyond which the reader of a stream accepts no more requests.
+# Most buffered tokens before the reader of a stream stops accepting requests.
 _MAX_BUFFERED: Final = 4096
 
-# Tokens that a writer takes at a time. It holds them while it waits for a client that does not read, so a
-# stream that is ended must not have taken all there is.
+# Most tokens taken by a writer at a time. It holds them while a client does not read, so the writer of an
+# ended stream must not have taken everything.
 _MOST_TAKEN: Final = 16_384
 
 
@@ -54,7 +54,7 @@ class EventBuffer:
         self._add(event, _weight(event))
 
     def refuse(self, request_id: str, error: TriptychError) -> None:
-        """Adds the event of a request that was not accepted."""
+        """Adds the event of a refused request."""
         self._add(Event(request_id, error=error), 1)
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class EventBuffer:
         Those taken before count as read.
 
         Raises:
-            Overloaded: if the client reads too slowly. Its requests have been aborted.
+            Overloaded: the client reads too slowly. Its requests are aborted.
             TriptychError: the error given to :meth:`end`.
         """
         self._unread.remove(self._num_taken)
@@ -97,28 +97,23 @@ class EventBuffer:
         await self._filled.wait()
         if self._error is not None:
             raise self._error
-        if self._num_buffered > _MOST_TAKEN:
-            return self._take_some()
-        self._filled.clear()
         events, self._events = self._events, []
-        self._num_taken, self._num_buffered = self._num_buffered, 0
-        self._taken.set()
-        return events
-
-    def _take_some(self) -> list[Event | TokenColumns]:
-        count = 0
-        while self._num_taken <= _MOST_TAKEN and count < len(self._events):
-            self._num_taken += _weight(self._events[count])
-            count += 1
+        if self._num_buffered > _MOST_TAKEN:
+            count = 0
+            while self._num_taken <= _MOST_TAKEN and count < len(events):
+                self._num_taken += _weight(events[count])
+                count += 1
+            events, self._events = events[:count], events[count:]
+        else:
+            self._num_taken = self._num_buffered
         self._num_buffered -= self._num_taken
-        events, self._events = self._events[:count], self._events[count:]
         if not self._events:
             self._filled.clear()
         self._taken.set()
         return events
 
     async def has_room(self) -> None:
-        """Waits until the client has read most of its events; raises as :meth:`take` does."""
+        """Waits for the client to read most of its events; raises as :meth:`take` does."""
         while self._num_buffered > _MAX_BUFFERED:
             self._taken.clear()
             await self._taken.wait()

@@ -59,7 +59,7 @@ def _shutting_down() -> Unavailable:
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """The service that clients call."""
+    """The service for clients."""
 
     def __init__(self, deployment: Deployment, settings: Settings, tracer: Tracer | None = None) -> None:
         """Serves `deployment`; `tracer` writes the spans of sampled requests."""
@@ -165,7 +165,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _answers(
         self, reader: asyncio.Task[None], buffer: EventBuffer, mine: set[str]
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
-        """Yields a stream's messages until its reader has failed, or has ended and no request is live."""
+        """Yields a stream's messages until its reader fails, or ends and no request is live."""
         encoder = ConnectEncoder()
         # A client that half-closes the stream still reads the answers.
         reader.add_done_callback(lambda _: buffer.wake())
@@ -190,14 +190,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Submits and aborts requests as a stream asks. A request's error becomes its event."""
         first = True
         async for message in messages:
-            if first and message.schema_revision != SCHEMA_REVISION:
-                raise SchemaMismatch(
-                    f"the client speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
-                    "run the same release on both"
-                )
             if first:
+                if message.schema_revision != SCHEMA_REVISION:
+                    raise SchemaMismatch(
+                        f"the client speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
+                        "run the same release on both"
+                    )
                 await context.send_initial_metadata((ACCEPTED_HEADER,))
-            first = False
+                first = False
             await buffer.has_room()
             if message.HasField("generate"):
                 try:
@@ -219,7 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.PoolAllResponse:
         """Runs several requests of a pooling model. The first failure, or the end of the call, aborts all."""
         try:
-            # Each request is checked like one that is sent alone.
+            # Each request is checked like a single request.
             check_fields(request, entries=False)
         except TriptychError as error:
             await abort(context, error)
@@ -339,7 +339,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def WatchLoad(
         self, request: inference_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[inference_pb2.Load]:
-        """Samples the load and sends it when it has changed."""
+        """Samples the load and sends its changes."""
         last = None
         interval = max(_LOAD_SAMPLE_S, request.min_interval_ms / 1000)
         while True:
@@ -403,7 +403,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListLoras(
         self, request: inference_pb2.ListLorasRequest, context: Context
     ) -> inference_pb2.ListLorasResponse:
-        """Lists the LoRA adapters that requests can name."""
+        """Lists the LoRA adapters for requests."""
         adapters = self._engine.adapters
         loras = [lora_to_proto(adapter, adapters.holders(adapter)) for adapter in adapters.registry]
         return inference_pb2.ListLorasResponse(loras=loras)

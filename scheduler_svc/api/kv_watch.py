@@ -15,21 +15,20 @@ from scheduler_svc.kv.events import Batch, KvEvent, Removed, Stored
 _MAX_BEHIND = 10_000
 
 Follow = Callable[[Callable[[KvChange], None]], Callable[[], None]]
-"""Subscribes a listener and returns a function that ends the subscription."""
+"""Subscribes a listener and returns a function to end the subscription."""
 
 
 @contextlib.contextmanager
 def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterator[AsyncIterator[KvChange]]:
     """Buffers changes while the block runs and yields an iterator over them.
 
-    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from its last
-    batch.
+    A slow watcher gets an error rather than a stream with gaps; it can resume from its last batch.
 
     Args:
         follow: :meth:`scheduler_svc.engine.prefix_control.PrefixControl.follow`.
         max_behind: most unread batches. Beyond it, the iterator raises :class:`protos.errors.Unavailable`.
     """
-    # None follows the last change of a watcher that is cut off.
+    # None ends the changes of a slow watcher.
     unread: asyncio.Queue[KvChange | None] = asyncio.Queue(max_behind)
     is_cut = False
 

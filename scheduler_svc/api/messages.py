@@ -153,7 +153,7 @@ def check_results_fit(submissions: Sequence[Submission], pooled_size: int) -> No
 
 
 def pooled_to_proto(event: Event, submission: Submission) -> inference_pb2.PoolResponse:
-    """Returns the answer to a pooling request, given its last event; raises the error of a failed one."""
+    """Returns the answer to a pooling request, given its last event; raises its error if it failed."""
     if event.error is not None:
         raise event.error
     if event.finish_reason is FinishReason.ABORT:

@@ -65,12 +65,12 @@ class ReplicaDriver:
         # The reason after the end of a registration, and whether its worker registered again.
         self._lost: ReplicaLost | None = None
         self._returned = False
-        # The rank that announced its departure.
+        # The first rank to announce its departure.
         self._leaving: int | None = None
         self._ending = False
 
     def start(self) -> asyncio.Task[None]:
-        """Starts driving; the task ends with the :class:`TriptychError` that ends the replica."""
+        """Starts driving; the task ends with the reason, a :class:`TriptychError`."""
         self._task = asyncio.create_task(self._run(), name=f"replica {self._replica_id}")
         return self._task
 

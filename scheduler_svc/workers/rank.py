@@ -1,4 +1,4 @@
-"""A rank of a replica, and contradictions between ranks. A replica on one device has one rank."""
+"""Ranks of a replica and contradictions between them. A replica on a single device is a group of one."""
 
 import asyncio
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class ParallelSizes:
     """How a model is split over the ranks of a replica."""
 
     tensor: int = 1
-    """Ranks that share each layer."""
+    """Ranks sharing each layer."""
     pipeline: int = 1
     """Stages, each with some of the layers."""
     expert_parallel: bool = False
@@ -41,7 +41,7 @@ class ParallelSizes:
 
     @property
     def grammar_rank(self) -> int:
-        """The rank that compiles grammars: the first of the last stage, which chooses the tokens."""
+        """The rank for compiling grammars: the first of the last stage, which chooses the tokens."""
         return (self.pipeline - 1) * self.tensor
 
 
@@ -57,7 +57,7 @@ class Rank:
     """Pipeline rank * tensor-parallel size + tensor rank."""
     sizes: ParallelSizes = ParallelSizes()
     news: asyncio.Queue[RegisterEvent | TriptychError] = field(default_factory=asyncio.Queue)
-    """Events for the worker, then the error that ends its registration."""
+    """Events for the worker, then the reason for the end of its registration."""
     stub: "worker_pb2_grpc.WorkerAsyncStub" = field(init=False)
     """The connection to the worker, set by the driver."""
 
@@ -105,7 +105,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def check_sizes(new: Rank, other: Rank) -> None:
-    """Checks that two ranks of a replica agree on its split.
+    """Compares the split of a replica according to two of its ranks.
 
     Raises:
         ConfigurationRefused: names the first difference.
