@@ -16,7 +16,7 @@ from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.progress import LONGEST_S, ProgressWatch, Stall
-from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
+from scheduler_svc.workers.step_timeout import Deadline, StepTimeouts, UsualTime
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
 
@@ -30,7 +30,7 @@ class StepScheduler(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run here, or wait for a running one."""
+        """Whether requests run here, or wait for a running request."""
 
     def next_plan(self) -> StepPlan | None:
         """Returns the next plan for the worker; None if it has enough, or without work."""
@@ -56,7 +56,7 @@ class Hung(Unavailable):
 
 
 class Left(Unavailable):
-    """The worker announced its departure and has answered its last plan."""
+    """The worker announced its departure and answered its last plan."""
 
 
 # The first plan of a stream changes nothing. The scheduler's own plans begin at 1.
@@ -86,7 +86,7 @@ class StepLoop:
         self._failed_steps = failed_steps
         self._progress = progress
         self._log = log
-        self._budgets: StepBudgets
+        self._timeouts: StepTimeouts
         self._deadline: Deadline
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
@@ -100,7 +100,7 @@ class StepLoop:
         self._leaving = False
 
     def leave(self) -> None:
-        """Ends :meth:`run` once the worker has answered its plans."""
+        """Ends :meth:`run` after the worker's last answer."""
         self._leaving = True
         self._work.set()
 
@@ -153,7 +153,7 @@ class StepLoop:
         # grpc.aio keeps a Future for every question about a call's status until the call ends. A single
         # callback serves all idle periods.
         call.add_done_callback(lambda _: self._work.set())
-        self._budgets = StepBudgets(self._step_timeout_s, first_step_timeout_s)
+        self._timeouts = StepTimeouts(self._step_timeout_s, first_step_timeout_s)
         self._deadline = Deadline(lambda: self._give_up(call))
 
         def send_more() -> None:
@@ -193,11 +193,11 @@ class StepLoop:
         self._work.set()  # a wake meanwhile changes nothing
         self._dispatch()
         while not (self._leaving or call.done()) and (plan := scheduler.next_plan()) is not None:
-            usual = self._budgets.of(plan)
+            usual = self._timeouts.of(plan)
             if self._sent:
-                self._deadline.extend(usual.budget_s)
+                self._deadline.extend(usual.timeout_s)
             else:
-                self._deadline.set(usual.budget_s)
+                self._deadline.set(usual.timeout_s)
             self._sent.append((plan, usual))
             self._writing = asyncio.ensure_future(self._write_after(self._writing, call, plan))
         self._work.clear()
@@ -224,7 +224,7 @@ class StepLoop:
         _, usual = self._sent[0]
         # A worker may launch the next plan before it answers this one. The time runs from the previous
         # answer: from then on, this plan waits for no other, also on a pipeline.
-        self._deadline.set(max(other.budget_s for _, other in self._sent))
+        self._deadline.set(max(other.timeout_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()
         if answer is grpc.aio.EOF:
@@ -277,10 +277,10 @@ class StepLoop:
         call.cancel()
 
     def _give_up(self, call: "_Call") -> None:
-        """Ends the call of a worker that hangs."""
+        """Ends the call of a hung worker."""
         plan, _ = self._sent[0]
         self._failure = Hung(
-            f"step {plan.step} was not answered within {self._deadline.budget_s:g} s; the worker hangs"
+            f"step {plan.step} was not answered within {self._deadline.timeout_s:g} s; the worker hangs"
         )
         call.cancel()
 

@@ -7,7 +7,7 @@ import pytest
 from protos.errors import Unavailable
 from protos.triptych.v1 import registry_pb2
 from scheduler_svc.settings import Settings
-from scheduler_svc.workers import step_budget
+from scheduler_svc.workers import step_timeout
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_pool_worker import FakePoolWorker, embedding_of, pool_request
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
 
 async def test_a_step_that_takes_far_longer_than_usual_is_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is lost long before the timeout of first steps, and its request continues elsewhere."""
-    monkeypatch.setattr(step_budget, "SHORTEST_BUDGET_S", 0.3)
+    monkeypatch.setattr(step_timeout, "SHORTEST_TIMEOUT_S", 0.3)
     async with run_scheduler(Settings(step_timeout_s=120)) as scheduler:
         async with run_worker(FakeWorker(hold_at_step=14)) as port:
             call = await register(scheduler, port)

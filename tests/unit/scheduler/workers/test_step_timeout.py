@@ -9,33 +9,33 @@ import uvloop
 
 from protos.steps import Admission, Decode, Pool, PoolShape, Prefill, StepPlan, Work
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.workers import step_budget
-from scheduler_svc.workers.step_budget import Deadline, StepBudgets
+from scheduler_svc.workers import step_timeout
+from scheduler_svc.workers.step_timeout import Deadline, StepTimeouts
 
 LONGEST_S = 120.0
 DECODE = Decode((0, 1), bucket=2)
 
 
-def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -> StepBudgets:
-    """Returns budgets after ten steps over 150 tokens that took `seconds` each."""
-    budgets = StepBudgets(longest_s)
+def learned(seconds: float, work: Work = DECODE, longest_s: float = LONGEST_S) -> StepTimeouts:
+    """Returns timeouts after ten steps over 150 tokens that took `seconds` each."""
+    timeouts = StepTimeouts(longest_s)
     for _ in range(10):
-        budgets.of(StepPlan(1, work, context_tokens=150)).observe(seconds)
-    return budgets
+        timeouts.of(StepPlan(1, work, context_tokens=150)).observe(seconds)
+    return timeouts
 
 
 @pytest.mark.parametrize(
-    ("usual_s", "budget_s"),
+    ("usual_s", "timeout_s"),
     [(0.001, 5.0), (0.25, 5.0), (0.3, 6.0), (1.0, 20.0), (7.0, LONGEST_S)],
 )
-def test_a_step_may_take_a_multiple_of_its_usual_time(usual_s: float, budget_s: float) -> None:
-    """The budget is 20 times the usual time, at least 5 s and at most the configured time."""
-    assert learned(usual_s).of(StepPlan(1, DECODE, context_tokens=150)).budget_s == pytest.approx(budget_s)
+def test_a_step_may_take_a_multiple_of_its_usual_time(usual_s: float, timeout_s: float) -> None:
+    """The timeout is 20 times the usual time, at least 5 s and at most the configured time."""
+    assert learned(usual_s).of(StepPlan(1, DECODE, context_tokens=150)).timeout_s == pytest.approx(timeout_s)
 
 
 def test_a_short_configured_time_holds_for_all_steps() -> None:
     """A configured time below 5 s is the limit of known steps, too."""
-    assert learned(0.001, longest_s=2.0).of(StepPlan(1, DECODE, context_tokens=150)).budget_s == 2.0
+    assert learned(0.001, longest_s=2.0).of(StepPlan(1, DECODE, context_tokens=150)).timeout_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -49,31 +49,31 @@ def test_a_short_configured_time_holds_for_all_steps() -> None:
 )
 def test_other_kinds_of_steps_are_unknown(work: Work | None) -> None:
     """Another bucket or other work has the configured time: a graph may be compiled."""
-    assert learned(0.001).of(StepPlan(1, work)).budget_s == LONGEST_S
+    assert learned(0.001).of(StepPlan(1, work)).timeout_s == LONGEST_S
 
 
 def test_chunks_differ_in_context_and_sampling() -> None:
     """Chunks far into a prompt, and those that sample, are kinds of their own."""
-    budgets = learned(0.001, Prefill(0, 50, 100, sample=False))
+    timeouts = learned(0.001, Prefill(0, 50, 100, sample=False))
     chunk = Prefill(3, 40, 100, sample=False)
-    assert budgets.of(StepPlan(1, chunk, context_tokens=140)).budget_s == 5.0
-    assert budgets.of(StepPlan(1, replace(chunk, sample=True), context_tokens=140)).budget_s == LONGEST_S
-    assert budgets.of(StepPlan(1, chunk, context_tokens=4096)).budget_s == 5.0
+    assert timeouts.of(StepPlan(1, chunk, context_tokens=140)).timeout_s == 5.0
+    assert timeouts.of(StepPlan(1, replace(chunk, sample=True), context_tokens=140)).timeout_s == LONGEST_S
+    assert timeouts.of(StepPlan(1, chunk, context_tokens=4096)).timeout_s == 5.0
 
 
-def test_an_unknown_kind_has_the_budget_of_the_slowest_known_one_of_its_graph() -> None:
+def test_an_unknown_kind_has_the_timeout_of_the_slowest_known_one_of_its_graph() -> None:
     """More context than known counts in proportion, because each row may take that much longer."""
-    budgets = learned(0.4)
+    timeouts = learned(0.4)
     for _ in range(10):
-        budgets.of(StepPlan(1, DECODE, context_tokens=20)).observe(0.1)
-    budget_s = {
-        tokens: budgets.of(StepPlan(1, DECODE, context_tokens=tokens)).budget_s
+        timeouts.of(StepPlan(1, DECODE, context_tokens=20)).observe(0.1)
+    timeout_s = {
+        tokens: timeouts.of(StepPlan(1, DECODE, context_tokens=tokens)).timeout_s
         for tokens in (2, 40, 300, 1000, 60_000)
     }
-    assert budget_s == pytest.approx({2: 8.0, 40: 8.0, 300: 16.0, 1000: 32.0, 60_000: LONGEST_S})
+    assert timeout_s == pytest.approx({2: 8.0, 40: 8.0, 300: 16.0, 1000: 32.0, 60_000: LONGEST_S})
 
 
-def test_a_new_sampling_parameter_has_the_budget_of_the_slowest_known_kind() -> None:
+def test_a_new_sampling_parameter_has_the_timeout_of_the_slowest_known_kind() -> None:
     """Where steps make graphs, a kernel may be compiled for it, so it has the worker's time."""
 
     def admitting(slot: int, sampling: common_pb2.SamplingParams) -> StepPlan:
@@ -81,33 +81,33 @@ def test_a_new_sampling_parameter_has_the_budget_of_the_slowest_known_kind() -> 
         return StepPlan(1, Prefill(slot, 0, 2, sample=False), admit=(admission,))
 
     for first_s, new_s in ((0.0, 8.0), (3600.0, 3600.0)):
-        budgets = StepBudgets(LONGEST_S, first_s)
-        budgets.of(admitting(0, common_pb2.SamplingParams(temperature=1)))
+        timeouts = StepTimeouts(LONGEST_S, first_s)
+        timeouts.of(admitting(0, common_pb2.SamplingParams(temperature=1)))
         for _ in range(10):
-            budgets.of(StepPlan(2, DECODE)).observe(0.4)
-        budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5)))
-        assert budgets.of(StepPlan(3, DECODE)).budget_s == 8.0
-        budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5, top_p=0.9)))
-        assert budgets.of(StepPlan(4, DECODE)).budget_s == new_s
+            timeouts.of(StepPlan(2, DECODE)).observe(0.4)
+        timeouts.of(admitting(1, common_pb2.SamplingParams(temperature=0.5)))
+        assert timeouts.of(StepPlan(3, DECODE)).timeout_s == 8.0
+        timeouts.of(admitting(1, common_pb2.SamplingParams(temperature=0.5, top_p=0.9)))
+        assert timeouts.of(StepPlan(4, DECODE)).timeout_s == new_s
 
 
 def test_a_compilation_is_not_the_usual_time() -> None:
-    """A first step that compiled leaves no trace, and the budget waits for several steps."""
-    usual = StepBudgets(LONGEST_S).of(StepPlan(1, DECODE))
+    """A first step that compiled leaves no trace, and the timeout waits for several steps."""
+    usual = StepTimeouts(LONGEST_S).of(StepPlan(1, DECODE))
     for seconds in (60.0, 0.01, 0.01):
         usual.observe(seconds)
-        assert usual.budget_s == LONGEST_S
+        assert usual.timeout_s == LONGEST_S
     usual.observe(0.01)
-    assert usual.budget_s == 5.0
+    assert usual.timeout_s == 5.0
 
 
 def test_a_step_that_makes_its_graph_has_the_time_that_its_worker_says() -> None:
-    """Later steps of its kind have the usual budget."""
-    usual = StepBudgets(LONGEST_S, first_s=3600.0).of(StepPlan(1, DECODE))
-    assert usual.budget_s == 3600.0
+    """Later steps of its kind have the usual timeout."""
+    usual = StepTimeouts(LONGEST_S, first_s=3600.0).of(StepPlan(1, DECODE))
+    assert usual.timeout_s == 3600.0
     for _ in range(10):
         usual.observe(10.0)
-    assert usual.budget_s == LONGEST_S
+    assert usual.timeout_s == LONGEST_S
 
 
 async def test_a_deadline_follows_the_last_one_set() -> None:
@@ -139,8 +139,8 @@ async def test_an_answered_deadline_is_never_overdue() -> None:
 async def test_time_in_which_the_scheduler_stood_still_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a freeze of this process a step has its whole budget again."""
-    monkeypatch.setattr(step_budget, "_STOOD_STILL_S", 0.1)
+    """After a freeze of this process a step has its whole timeout again."""
+    monkeypatch.setattr(step_timeout, "_STOOD_STILL_S", 0.1)
     overdue: asyncio.Queue[float] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     deadline = Deadline(lambda: overdue.put_nowait(loop.time()))

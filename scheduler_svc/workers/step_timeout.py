@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 
 from protos.steps import Decode, Pool, Prefill, StepPlan, Work, slots_of
 
-SHORTEST_BUDGET_S = 5.0
+SHORTEST_TIMEOUT_S = 5.0
 """Shortest limit: a process may stand still for as long, for example while its machine swaps."""
 
 TIMES_USUAL = 20
@@ -40,7 +40,7 @@ class UsualTime:
         """Seconds of such a step; infinite while unknown."""
 
     @property
-    def budget_s(self) -> float:
+    def timeout_s(self) -> float:
         """Time limit of the next step of this kind, seconds."""
         usual_s = self.usual_s
         if usual_s == math.inf:
@@ -49,7 +49,7 @@ class UsualTime:
             # Time grows at most in proportion to context.
             beyond = self.context - max(kind.context for kind in self._graph)
             usual_s = max(kind.usual_s for kind in self._graph) * 2 ** max(0, beyond)
-        return min(self._longest_s, max(SHORTEST_BUDGET_S, TIMES_USUAL * usual_s))
+        return min(self._longest_s, max(SHORTEST_TIMEOUT_S, TIMES_USUAL * usual_s))
 
     def observe(self, seconds: float) -> None:
         """Notes the time of a step."""
@@ -62,7 +62,7 @@ class UsualTime:
         self.usual_s = sorted(known)[len(known) // 2]
 
 
-class StepBudgets:
+class StepTimeouts:
     """Learns the usual times of the steps of a worker.
 
     Steps of a kind run the same graph, over about the same context (within a factor of two), with the same
@@ -128,20 +128,20 @@ class Deadline:
         # A timer due at once has no `when` on uvloop, so its time is kept here.
         self._timer: asyncio.Handle | None = None
         self._timer_s = 0.0
-        self.budget_s = 0.0
+        self.timeout_s = 0.0
         """Time limit of the latest answer, seconds."""
         self._set_s = 0.0
         self._end_s = math.inf
 
-    def extend(self, budget_s: float) -> None:
-        """Extends the limit of the expected answer to at least `budget_s` seconds."""
-        if budget_s > self.budget_s and self._end_s != math.inf:
-            self.budget_s, self._end_s = budget_s, self._set_s + budget_s
+    def extend(self, timeout_s: float) -> None:
+        """Extends the limit of the expected answer to at least `timeout_s` seconds."""
+        if timeout_s > self.timeout_s and self._end_s != math.inf:
+            self.timeout_s, self._end_s = timeout_s, self._set_s + timeout_s
 
-    def set(self, budget_s: float) -> None:
-        """Expects an answer within `budget_s` seconds from now."""
-        self.budget_s, self._set_s = budget_s, self._loop.time()
-        self._end_s = self._set_s + budget_s
+    def set(self, timeout_s: float) -> None:
+        """Expects an answer within `timeout_s` seconds from now."""
+        self.timeout_s, self._set_s = timeout_s, self._loop.time()
+        self._end_s = self._set_s + timeout_s
         if self._timer is None or self._timer_s > self._end_s:
             self._move_timer()
 
@@ -168,7 +168,7 @@ class Deadline:
         if self._end_s == math.inf:
             return
         if now - due > _STOOD_STILL_S:
-            self._end_s = now + self.budget_s
+            self._end_s = now + self.timeout_s
         if now < self._end_s:
             self._move_timer()
             return

@@ -1,4 +1,4 @@
-"""Budgets of steps on pipelines, in virtual time: an empty pipe is no hang, and a hang is found."""
+"""Timeouts of steps on pipelines, in virtual time: an empty pipe is no hang, and a hang is found."""
 
 import asyncio
 import selectors
@@ -13,8 +13,8 @@ from protos.steps import Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.progress import ProgressWatch
-from scheduler_svc.workers.step_budget import TIMES_USUAL
 from scheduler_svc.workers.step_loop import Hung, StepLoop
+from scheduler_svc.workers.step_timeout import TIMES_USUAL
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 
 LONGEST_S = 120.0
