@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +24,33 @@ from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig, Shapes
 
 
+@dataclass(eq=False)
 class Engine:
-    """A generating or pooling model with its graphs. All calls come from one thread."""
+    """A generating or pooling model with its graphs. All calls come from the same thread."""
 
-    def __init__(
-        self,
-        model: Any,
-        device: Device,
-        description: ModelDescription,
-        groups: Sequence[KvGroup],
-        *,
-        budget: MemoryBudget,
-        compilation: Compilation,
-        options: GraphOptions,
-        constraints: Callable[[ShapeConfig], StepConstraints | None] = lambda _: None,
-        layout: RankLayout | None = None,
-        adapters: AdapterStore | None = None,
-    ) -> None:
-        """Allocates nothing.
-
-        Args:
-            model: a `stage.Model` or a `pooling.PoolingModel`, possibly without weights until `start`.
-            device: runs the graphs.
-            description: the model's.
-            groups: its KV groups; empty for a pooling model.
-            budget: divides the device's memory.
-            compilation: finds and keeps compiled code.
-            options: how steps become graphs.
-            constraints: makes the matchers of the slots; `None` without support for grammars.
-            layout: this rank's part of the model. Default: all of it.
-            adapters: the LoRA adapters, if the model takes any.
-        """
-        self._model = model
-        self._device = device
-        self._description = description
-        self._groups = groups
-        self._budget = budget
-        self._compilation = compilation
-        self._options = options
-        self._constraints = constraints
-        self._stages = 1 if layout is None else layout.pipeline
-        self._adapters = adapters
-        self._runner: Runner | PoolRunner | None = None
-        self.group: RankGroup | None = None
-        """The replica's ranks, once joined; `None` for a replica of one."""
+    model: Any
+    """A `stage.Model` or a `pooling.PoolingModel`, possibly without weights until `start`."""
+    device: Device
+    """Runs the graphs."""
+    description: ModelDescription
+    """The model's."""
+    groups: Sequence[KvGroup]
+    """The model's KV groups; empty for a pooling model."""
+    budget: MemoryBudget
+    """Divides the device's memory."""
+    compilation: Compilation
+    """Finds and keeps compiled code."""
+    options: GraphOptions
+    """How steps become graphs."""
+    constraints: Callable[[ShapeConfig], StepConstraints | None] = lambda _: None
+    """Makes the matchers of the slots; `None` without support for grammars."""
+    layout: RankLayout = field(default_factory=RankLayout)
+    """This rank's part of the model."""
+    adapters: AdapterStore | None = None
+    """The LoRA adapters, if the model takes any."""
+    group: RankGroup | None = None
+    """The replica's ranks, once joined; `None` for a replica of one."""
+    _runner: Runner | PoolRunner | None = field(default=None, init=False)
 
     @property
     def bytes_per_block(self) -> tuple[int, ...]:
@@ -79,13 +62,13 @@ class Engine:
         """Where chunks of prompts may begin: exact if all graphs are; without meaning for a pooling model."""
         if isinstance(self._runner, Runner) and self._runner.is_exact:
             return "exact"
-        starts_anywhere = self._description.pooling is None and self._device.chunks_start_anywhere
+        starts_anywhere = self.description.pooling is None and self.device.chunks_start_anywhere
         return "anywhere" if starts_anywhere else "whole"
 
     @property
     def num_compiled(self) -> int:
         """Compiler runs since `start`; see `Compilation.num_compiled`."""
-        return 0 if self._runner is None else self._compilation.num_compiled(self._runner.graphs)
+        return 0 if self._runner is None else self.compilation.num_compiled(self._runner.graphs)
 
     @property
     def num_late(self) -> int:
@@ -95,7 +78,7 @@ class Engine:
     @property
     def code_folder(self) -> Path | None:
         """The folder of the compiled code in use, if there is any."""
-        return self._compilation.folder
+        return self.compilation.folder
 
     def check(self, shapes: Shapes) -> Shapes:
         """Returns the shapes with defaults filled in, but without counted blocks. Changes nothing.
@@ -103,8 +86,8 @@ class Engine:
         Raises:
             ConfigurationRefused: if the model or the device cannot run them.
         """
-        architecture, longest = self._description.architecture, self._description.max_model_len
-        if self._description.pooling is not None:
+        architecture, longest = self.description.architecture, self.description.max_model_len
+        if self.description.pooling is not None:
             if not isinstance(shapes, PoolShapeConfig):
                 raise ConfigurationRefused(
                     f"{architecture} is a pooling model; configure it with pool_shapes"
@@ -116,12 +99,12 @@ class Engine:
                 f"{architecture} generates tokens; configure it with a chunk and decode buckets"
             )
         if len(shapes.num_blocks) == 1:
-            shapes = replace(shapes, num_blocks=shapes.num_blocks * len(self._groups))
+            shapes = replace(shapes, num_blocks=shapes.num_blocks * len(self.groups))
         shapes.check(
-            self._groups,
-            block_size_multiple=self._device.block_size_multiple,
+            self.groups,
+            block_size_multiple=self.device.block_size_multiple,
             longest_context=longest,
-            stages=self._stages,
+            stages=self.layout.pipeline,
         )
         return shapes
 
@@ -131,9 +114,9 @@ class Engine:
         Raises:
             ConfigurationRefused: if something does not fit, or required code is missing.
         """
-        fitted = self._fit(shapes, replace(self._budget, before_load=True))
-        self._compilation.find(fitted if self._device.caches_are_inputs else shapes)
-        self._compilation.release()
+        fitted = self._fit(shapes, replace(self.budget, before_load=True))
+        self.compilation.find(fitted if self.device.caches_are_inputs else shapes)
+        self.compilation.release()
 
     def start(self, shapes: Shapes, load: Callable[[], None], phases: Phases) -> Shapes:
         """Finds compiled code, loads the weights, allocates memory, makes graphs and warms up.
@@ -151,40 +134,40 @@ class Engine:
             Unavailable: if another rank starts with other shapes.
         """
         self._check_equal(shapes)
-        if self._device.caches_are_inputs and isinstance(shapes, ShapeConfig) and not shapes.num_blocks:
+        if self.device.caches_are_inputs and isinstance(shapes, ShapeConfig) and not shapes.num_blocks:
             # Compiled code depends on the number of blocks.
             shapes = self._fit_all(shapes)
-        self._compilation.find(shapes)
+        self.compilation.find(shapes)
         load()
         phases.finish("load")
         shapes = self._fit_all(shapes)
-        known = self._compilation.verification_cache(shapes)
+        known = self.compilation.verification_cache(shapes)
         # Comparing a graph with the model runs collectives, so it is left out only if all ranks know it.
         checked = frozenset.intersection(*map(frozenset, self._exchange(sorted(known.read()))))
-        options = replace(self._options, checked=checked)
+        options = replace(self.options, checked=checked)
         self._runner = runner = self._make_runner(shapes, options, phases)
         phases.finish("allocate")
-        self._compilation.make_graphs(runner, phases)
+        self.compilation.make_graphs(runner, phases)
         if runner.graphs.checked:
             known.write(runner.graphs.checked)
         return shapes
 
     def _make_runner(self, shapes: Shapes, options: GraphOptions, phases: Phases) -> Runner | PoolRunner:
         if isinstance(shapes, PoolShapeConfig):
-            assert self._description.pooling is not None
-            return PoolRunner(self._model, self._device, self._description.pooling, shapes, options)
+            assert self.description.pooling is not None
+            return PoolRunner(self.model, self.device, self.description.pooling, shapes, options)
         blocks = " + ".join(map(str, shapes.num_blocks))
         phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
         return Runner(
-            self._model,
-            self._device,
-            self._groups,
+            self.model,
+            self.device,
+            self.groups,
             shapes,
-            vocabulary=SamplingVocabulary(self._description.vocab_size, self._description.eos_token_ids),
+            vocabulary=SamplingVocabulary(self.description.vocab_size, self.description.eos_token_ids),
             options=options,
-            constraints=self._constraints(shapes),
+            constraints=self.constraints(shapes),
             group=self.group,
-            adapters=self._adapters,
+            adapters=self.adapters,
         )
 
     def _check_equal(self, shapes: Shapes) -> None:
@@ -199,11 +182,11 @@ class Engine:
         if isinstance(shapes, PoolShapeConfig):
             budget.check_pooling(shapes)
             return shapes
-        return budget.fit(shapes, self._groups)
+        return budget.fit(shapes, self.groups)
 
     def _fit_all(self, shapes: Shapes) -> Shapes:
         """Returns the shapes with as many blocks as fit on every rank."""
-        fitted = self._fit(shapes, self._budget)
+        fitted = self._fit(shapes, self.budget)
         if isinstance(fitted, PoolShapeConfig):
             return fitted
         counts = self._exchange(fitted.num_blocks)
@@ -245,4 +228,4 @@ class Engine:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-        self._compilation.release()
+        self.compilation.release()
