@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos.errors import Context, InvalidArgument, TriptychError
-from protos.service.grpc_options import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
-from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -37,6 +36,7 @@ class RecordingWorker(FakeWorker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.admitted: list[worker_pb2.SlotRequest] = []
+        self.messages: dict[int, worker_pb2.StepPlan] = {}
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -51,6 +51,7 @@ class RecordingWorker(FakeWorker):
         async def recorded() -> AsyncIterator[worker_pb2.StepPlan]:
             async for message in request_iterator:
                 self.admitted += message.admit
+                self.messages[message.step] = message
                 yield message
 
         async for result in super().Execute(recorded(), context):
@@ -64,47 +65,23 @@ def worker() -> RecordingWorker:
 
 
 class PromptLogprobsWorker(RecordingWorker):
-    """Has a long context and returns prompt log-probabilities with each chunk."""
-
-    NUM_TOP = 20
-
-    async def Describe(
-        self, request: worker_pb2.DescribeRequest, context: Context
-    ) -> worker_pb2.DescribeResponse:
-        description = await super().Describe(request, context)
-        description.model.max_model_len, description.max_chunk = 1 << 17, 1 << 13
-        description.max_logprobs = self.NUM_TOP
-        return description
+    """Returns prompt log-probabilities with each chunk; the rank of an entry is its position."""
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
-        plans: dict[int, worker_pb2.StepPlan] = {}
-
-        async def noted() -> AsyncIterator[worker_pb2.StepPlan]:
-            async for message in request_iterator:
-                plans[message.step] = message
-                yield message
-
-        async for result in super().Execute(noted(), context):
-            plan = plans[result.step]
+        async for result in super().Execute(request_iterator, context):
+            plan = self.messages[result.step]
             if plan.HasField("prefill"):
-                request = next(one for one in reversed(self.admitted) if one.slot == plan.prefill.slot)
-                end = min(plan.prefill.start + plan.prefill.num_tokens + 1, request.num_prompt_tokens)
-                entries = [self.entry(position) for position in range(plan.prefill.start + 1, end)]
-                output = result.outputs.add(
-                    slot=plan.prefill.slot, token_ids=result.token_ids, prompt_logprobs=entries
-                )
-                assert output.ByteSize() < MAX_MESSAGE_BYTES
+                start, slot = plan.prefill.start, plan.prefill.slot
+                request = next(one for one in reversed(self.admitted) if one.slot == slot)
+                end = min(start + plan.prefill.num_tokens + 1, request.num_prompt_tokens)
+                entries = [
+                    common_pb2.TokenLogprobs(logprob=-1.0, rank=place) for place in range(start + 1, end)
+                ]
+                result.outputs.add(slot=slot, token_ids=result.token_ids, prompt_logprobs=entries)
                 result.ClearField("token_ids")
             yield result
-
-    def entry(self, position: int) -> common_pb2.TokenLogprobs:
-        """Returns an entry as large as a large vocabulary makes it."""
-        ids = range(100_000, 100_000 + self.NUM_TOP)
-        return common_pb2.TokenLogprobs(
-            logprob=-1.0, rank=position, top_token_ids=ids, top_logprobs=[-2.0] * self.NUM_TOP
-        )
 
 
 def request_for(n: int, **more: object) -> inference_pb2.GenerateRequest:
@@ -131,34 +108,6 @@ async def test_every_parameter_reaches_the_worker_as_it_was_sent(
     plain = worker.admitted[1].sampling
     assert not plain.HasField("repetition_penalty")
     assert (plain.min_tokens, plain.presence_penalty, len(plain.logit_bias)) == (0, 0, 0)
-
-
-@pytest.mark.slow
-async def test_prompt_log_probabilities_may_exceed_one_message() -> None:
-    """They arrive before the first token, in messages that every client accepts; the worker stays."""
-    worker = PromptLogprobsWorker(default_chunk=1 << 13, default_block_size=1 << 13)
-    prompt = [5 + position % 90 for position in range(112_000)]
-    # A real worker makes them more slowly than a client reads them.
-    settings = Settings(max_unread_tokens_per_stream=1 << 22, max_unread_stream_tokens=1 << 23)
-    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
-        request = generate_request(prompt, request_id="a", prompt_logprobs=20, max_tokens=2)
-        call = await connect(scheduler, request)
-        await call.done_writing()
-        sizes, ranks, firsts = [], [], []
-        tokens: list[int] = []
-        while isinstance(response := await call.read(), inference_pb2.ConnectResponse):
-            sizes.append(response.ByteSize())
-            for event in [one for one in response.events if not one.accepted]:
-                assert not (event.prompt_logprobs and tokens)
-                ranks += [entry.rank for entry in event.prompt_logprobs]
-                firsts.append(event.HasField("prompt"))
-                tokens += event.token_ids
-        assert len(worker.admitted) == 1
-    assert ranks == list(range(1, len(prompt)))
-    assert sum(sizes) > MAX_MESSAGE_BYTES
-    assert max(sizes) < 2 * FULL_MESSAGE_BYTES
-    assert firsts == [True] + [False] * (len(firsts) - 1)
-    assert len(tokens) == 2
 
 
 @pytest.mark.parametrize("n", [1, 2])
