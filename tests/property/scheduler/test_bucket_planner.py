@@ -4,9 +4,10 @@ from itertools import combinations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from scheduler_svc.shapes.buckets import best_buckets, usage_of
+from tests.support.property_settings import scaled
 
 pytestmark = pytest.mark.property
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.property
     graphs=st.integers(1, 12),
     data=st.data(),
 )
-@settings(max_examples=400, deadline=None)
+@scaled(400)
 def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObject) -> None:
     """No set of at most that many sizes that ends with the largest batch runs fewer rows."""
     counts = data.draw(st.dictionaries(st.integers(1, max_batch), st.integers(0, 50) | st.just(10**12)))
@@ -33,7 +34,7 @@ def test_no_other_buckets_pad_less(max_batch: int, graphs: int, data: st.DataObj
 
 
 @given(st.dictionaries(st.integers(1, 300), st.integers(1, 10**6), min_size=1), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@scaled(200)
 def test_the_convex_hull_finds_what_the_plain_recursion_finds(counts: dict[int, int], graphs: int) -> None:
     """On larger histograms, both run the same number of rows."""
     sizes = sorted({*counts, 300})
