@@ -63,17 +63,9 @@ async def test_answers_end_where_they_should(stack: Stack, triptych: Command, co
         (("--api-key", "wrong"), 1, "the server answered 401: "),
         (("--api-key", "schlüssel"), 2, "the API key has characters that no key has; "),
         (("--model-name", "other"), 1, "the server answered 404: "),
-        (
-            ("--url", "localhost:8000"),
-            2,
-            "--url localhost:8000 is not an address; write it like http://localhost:8000/v1",
-        ),
+        (("--url", "localhost:8000"), 2, "--url localhost:8000 is not an address; "),
         (("--url", "http://127.0.0.1:9"), 1, "cannot reach http://127.0.0.1:9: "),
-        (
-            ("--url", "https://localhost", "--ca-file", "nowhere"),
-            2,
-            "the certificates in nowhere cannot be read",
-        ),
+        (("--url", "https://localhost", "--ca-file", "nowhere"), 2, "the certificates in nowhere cannot"),
     ],
     ids=["key", "letters", "model", "address", "unreachable", "ca"],
 )

@@ -24,7 +24,6 @@ async def running() -> AsyncIterator[Stack]:
 
 
 async def line_of(stack: Stack, body: dict[str, object]) -> dict[str, object]:
-    """Posts a body; returns the request's line."""
     with capture_logs() as lines:
         await stack.http.post("/v1/completions", json=body)
     (line,) = [dict(each) for each in lines if each["event"] == "request"]

@@ -30,8 +30,6 @@ async def stack(**changes: Any) -> AsyncIterator[tuple[FakeScheduler, Gateway]]:
 
 
 class Client:
-    """A client that writes and reads bytes."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 

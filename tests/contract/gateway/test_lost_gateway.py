@@ -33,7 +33,6 @@ class Stack(NamedTuple):
     url: str
 
     def num_free(self) -> list[int]:
-        """Free blocks of each pool."""
         return [group.pool.num_free for kv in self.scheduler.engine.caches().values() for group in kv.groups]
 
 
@@ -48,7 +47,6 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 async def read(stack: Stack, lines: list[str]) -> None:
-    """Reads a streamed answer into ``lines``."""
     async with (
         httpx.AsyncClient(base_url=stack.url, timeout=20) as http,
         http.stream("POST", "/v1/chat/completions", json=CHAT) as response,

@@ -38,8 +38,6 @@ sys.exit(code)
 
 
 class Process:
-    """A started gateway."""
-
     def __init__(self, service: Service) -> None:
         self.process = service.process
         ports = service.line
@@ -192,7 +190,6 @@ async def test_a_signal_lets_streams_finish(
 
 
 async def refuses_connections(base_url: str) -> None:
-    """Waits until new connections are refused."""
     async with asyncio.timeout(10), httpx.AsyncClient(base_url=base_url) as other:
         while True:
             try:
@@ -303,6 +300,5 @@ async def answers(url: str, count: int) -> bool:
 
 
 def num_completions(metrics: str) -> float:
-    """Returns how many completions a gateway has answered."""
     found = [line for line in metrics.splitlines() if line.startswith("vllm:request_success_total{")]
     return sum(float(line.rpartition(" ")[2]) for line in found)

@@ -98,7 +98,6 @@ async def test_a_new_tokenizer_is_loaded(scheduler: FakeScheduler, tmp_path: Pat
 
 
 async def parked(gateway: Gateway, count: int) -> None:
-    """Waits until ``count`` requests are parked."""
     await until(lambda: len(gateway.client.startup_queue) == count)
 
 

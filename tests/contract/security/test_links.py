@@ -78,7 +78,6 @@ async def code_of(client: LinkSecurity, address: str, method: str = METHODS[0]) 
 
 
 async def failed(channel: Any, method: str = METHODS[0]) -> grpc.aio.AioRpcError:
-    """Calls a method and returns its failure."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary(method)(b"", timeout=10)
     return caught.value

@@ -65,7 +65,6 @@ def text_of(page: Path) -> str:
 
 
 def prose_of(page: Path) -> str:
-    """A page without its code blocks."""
     return re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
 
 

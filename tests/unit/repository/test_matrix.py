@@ -20,7 +20,6 @@ class FakeClients(Clients):
         """Needs no connection."""
 
     async def ask(self, case: Case) -> Mapping[str, str]:
-        """Returns or hangs."""
         if case.prompt == "hang" and "cache_salt" in case.fields:
             await asyncio.Event().wait()
         return {"text": case.prompt + case.fields.get("cache_salt", "")}

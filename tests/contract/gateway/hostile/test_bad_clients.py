@@ -30,7 +30,6 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 def request_of(path: str, body: bytes, *headers: str, length: bool = True) -> bytes:
-    """Returns a POST request."""
     lines = [f"POST {path} HTTP/1.1", "host: x", *headers]
     if length:
         lines.append(f"content-length: {len(body)}")

@@ -100,8 +100,6 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def check(port: int) -> None:
-    """Sends noise and almost-requests."""
-
     @given(st.binary(max_size=300) | almost_requests())
     @settings(scaled(800), database=None, suppress_health_check=list(HealthCheck))
     def send(sent: bytes) -> None:

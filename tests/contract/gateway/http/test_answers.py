@@ -139,12 +139,10 @@ DOCUMENTED: dict[Any, tuple[Any, Any]] = {
 
 
 def checked(model: type[BaseModel], answer: Any) -> None:
-    """Checks an answer."""
     model.model_validate(without(answer, VLLM), strict=True, extra="forbid")
 
 
 def without(value: Any, names: set[str]) -> Any:
-    """Returns a JSON value without some fields."""
     if isinstance(value, list):
         return [without(item, names) for item in value]
     if not isinstance(value, dict):

@@ -112,8 +112,6 @@ async def test_the_documentation_lists_all_metrics(exported: dict[str, Metric]) 
 
 @dataclass(frozen=True)
 class VllmMetric:
-    """One metric of vLLM's Prometheus logger."""
-
     kind: str
     labels: frozenset[str]
     bounds: Callable[[int], list[float]] | None

@@ -313,7 +313,6 @@ async def choices(stack: Stack, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def streamed(stack: Stack, body: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """Returns each choice's text and reported tokens."""
     found: list[tuple[str, list[str]]] = [("", []), ("", [])]
     for event in (await stack.stream(PATH, body))[:-1]:
         (choice,) = event["choices"]

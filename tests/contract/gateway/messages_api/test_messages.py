@@ -38,7 +38,6 @@ def strict(kind: type[M], data: Any) -> M:
 
 
 def strict_error(data: dict[str, Any]) -> ErrorResponse:
-    """Returns an error as the client's type."""
     return strict(ErrorResponse, data)
 
 
@@ -193,8 +192,6 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
 
 
 class City(BaseModel):
-    """The form of an answer."""
-
     name: str
 
 

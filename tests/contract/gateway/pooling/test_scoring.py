@@ -240,7 +240,6 @@ SIZE = 4
 
 
 def vectors(token_ids: list[int]) -> list[list[float]]:
-    """Returns a vector for each token."""
     return [[float(token * place % 17 - 8) / 8 for place in range(1, SIZE + 1)] for token in token_ids]
 
 

@@ -25,7 +25,6 @@ PREFLIGHT = {
 
 @contextlib.asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Runs a gateway without a scheduler."""
     async with (
         running_gateway(9, wait=False, max_parked_requests=0, **settings) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,

@@ -29,7 +29,6 @@ def flags_of(paths: CertificatePaths, **changes: Any) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[Gateway]:
-    """Runs a gateway without a scheduler."""
     async with running_gateway(9, wait=False, **settings) as gateway:
         yield gateway
 

@@ -17,7 +17,6 @@ Found = tuple[int, dict[str, tuple[str, str]]]
 
 
 def doctor(*flags: str, path: str = "", **variables: str) -> Found:
-    """Runs the command and returns what it found."""
     done = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "doctor", *flags], check=False, capture_output=True, text=True,
         cwd=ROOT, timeout=100,

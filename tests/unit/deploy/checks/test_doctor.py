@@ -37,7 +37,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Returns the exit code and the JSON object."""
     code = doctor.main([*arguments, "--json"])
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert content["starts"] == (code == 0)
@@ -45,7 +44,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, di
 
 
 def checks(content: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns each check's status and text."""
     return {check["name"]: (check["status"], check["text"]) for check in content["checks"]}
 
 

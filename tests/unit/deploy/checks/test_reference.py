@@ -20,7 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def right_answer(folder: Path) -> Answer:
-    """What transformers generates greedily."""
     model = reference.Reference(folder, torch.float32)
     tokens = model.generate(PROMPT, 6)
     rows = model.logprobs(PROMPT, tokens)

@@ -21,7 +21,6 @@ done
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the script for a shell."""
     assert cli.main(["completion", shell]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""

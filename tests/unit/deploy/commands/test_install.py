@@ -25,7 +25,6 @@ def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def pins(*locks: str) -> set[str]:
-    """Returns the lines of locks, hashes included."""
     lines = (line for lock in locks for line in (LOCKS / f"{lock}.txt").read_text().splitlines())
     return {line for line in lines if not line.startswith("#")}
 

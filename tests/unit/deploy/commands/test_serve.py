@@ -68,26 +68,19 @@ def test_serve_listens_where_vllm_serve_does() -> None:
 @pytest.mark.parametrize(
     ("line", "refusal"),
     [
-        (
-            "serve m --max-modle-len 5",
-            "unrecognized arguments: --max-modle-len; did you mean --max-model-len?",
-        ),
-        (
-            "serve m --enable-sleep",
-            "unrecognized arguments: --enable-sleep; did you mean --enable-sleep-mode?",
-        ),
-        ("serve m --qqqqqqq", "unrecognized arguments: --qqqqqqq; --help lists the flags"),
-        ("serve m n", "unrecognized arguments: n; m is the model, and a switch takes no value"),
-        ("up m --model n", "the model is given twice: m and --model n; omit one"),
-        (
-            "compile m --tokenizer t",
-            "--tokenizer is read from the model's folder; put the tokenizer's files there",
-        ),
+        ("serve m --max-modle-len 5", "--max-modle-len; did you mean --max-model-len?"),
+        ("serve m --enable-sleep", "--enable-sleep; did you mean --enable-sleep-mode?"),
+        ("serve m --qqqqqqq", "--qqqqqqq; --help lists the flags"),
+        ("serve m n", "unrecognized arguments: n; m is the model"),
+        ("up m --model n", "the model is given twice: m and --model n"),
+        ("compile m --tokenizer t", "--tokenizer is read from the model's folder"),
     ],
 )
 def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line.split()) == 2
-    assert capsys.readouterr().err == f"triptych {line.split(maxsplit=1)[0]}: {refusal}\n"
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"triptych {line.split(maxsplit=1)[0]}: ")
+    assert refusal in error
 
 
 @pytest.mark.parametrize(
@@ -105,10 +98,7 @@ def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFi
         ('tensor-parallel-size: "2"\nmax-model-len: -1', {"tensor_parallel_size": 2}),
         ("disable-log-requests: true\nswap-space: 4\noptimization-level: 3", {"optimization_level": 3}),
         ("worker:\n  no-compile-cache: true", {"compile_cache": False}),
-        (
-            "worker:\n  no_compile_cach: true",
-            "there is no setting 'no_compile_cach'; did you mean compile_cache",
-        ),
+        ("worker:\n  no_compile_cach: true", "'no_compile_cach'; did you mean compile_cache"),
     ],
 )
 def test_files_have_the_styles_of_vllm(text: str, expected: dict[str, object] | str, tmp_path: Path) -> None:

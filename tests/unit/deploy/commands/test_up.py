@@ -21,11 +21,8 @@ from protos.triptych.v1 import common_pb2
         (["--device", "tpu"], "--device"),
         (["--max-model-len", "many"], "--max-model-len"),
         (["--modle", "x"], "unrecognized arguments: --modle; did you mean --model"),
-        (
-            ["--log-format", "console"],
-            "--log-format cannot be set here: the launcher reads its services' progress",
-        ),
-        (["--no-reuse-port"], "--no-reuse-port cannot be set here: the launcher knows how many gateways"),
+        (["--log-format", "console"], "--log-format cannot be set here: "),
+        (["--no-reuse-port"], "--no-reuse-port cannot be set here: "),
         (["--block-size", "100", "--max-num-batched-tokens", "64"], "block_size 100"),
         (["-O", "0", "--backend", "compiled"], "--backend compiled and -O 0"),
         (["--tool-call-parser", "own"], "--tool-call-parser"),

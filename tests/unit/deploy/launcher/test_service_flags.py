@@ -186,7 +186,6 @@ def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def npus(*flags: str) -> list[dict[str, str]]:
-    """Returns the variables of each worker on NPUs."""
     settings = load(LaunchSettings, ["--device", "rbln", *flags])
     count = settings.workers * settings.layout.world_size
     return [service_flags.worker_environment(settings, index) for index in range(count)]

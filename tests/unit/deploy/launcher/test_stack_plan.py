@@ -93,7 +93,6 @@ def test_one_gateway_needs_no_second_port() -> None:
 
 
 def after_a_free_port() -> int:
-    """Returns a free port after another free one."""
     while True:
         port = free_port()
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):

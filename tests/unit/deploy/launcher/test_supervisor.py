@@ -19,8 +19,6 @@ FOREVER = "import signal; print('up', flush=True); signal.pause()"
 
 
 class Reports:
-    """Collects a supervisor's messages."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._changed = asyncio.Event()

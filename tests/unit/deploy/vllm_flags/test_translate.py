@@ -64,28 +64,16 @@ def notes(theirs: str) -> list[str]:
 @pytest.mark.parametrize(
     ("theirs", "note"),
     [
-        (
-            "--gpu-memory-utilization 0.9",
-            "--gpu-memory-utilization 0.9 is --kv-share=0.9 here: it has another base: vLLM counts",
-        ),
-        (
-            "--max-num-batched-tokens 512",
-            "--max-num-batched-tokens 512: here it is the length of one prompt's chunk",
-        ),
+        ("--gpu-memory-utilization 0.9", "--gpu-memory-utilization 0.9 is --kv-share=0.9 here: "),
+        ("--max-num-batched-tokens 512", "--max-num-batched-tokens 512: "),
         ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect here"),
         ("--no_disable_log_stats", "--disable-log-stats has no effect here"),
         ("--rbln-sub-block-size 4", "--rbln-sub-block-size has no effect here"),
         ("-ac.backend FLASH", "--attention-config has no effect here"),
-        ("--enforce-eager", "--enforce-eager is --backend=eager here: it is for"),
-        ("--load-format hf", "--load-format hf is --load-format=auto here: it reads weights once"),
-        (
-            "--max-model-len auto",
-            "--max-model-len auto has no effect here: it is a number; auto and -1 are the model's whole context",
-        ),
-        (
-            "-cc.cudagraph_mode FULL",
-            '--compilation-config {"cudagraph_mode": "FULL"} has no effect here: it takes',
-        ),
+        ("--enforce-eager", "--enforce-eager is --backend=eager here: "),
+        ("--load-format hf", "--load-format hf is --load-format=auto here: "),
+        ("--max-model-len auto", "--max-model-len auto has no effect here: "),
+        ("-cc.cudagraph_mode FULL", '--compilation-config {"cudagraph_mode": "FULL"} has no effect here: '),
     ],
 )
 def test_a_flag_without_the_same_effect_is_noted(theirs: str, note: str) -> None:
@@ -99,32 +87,29 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "refusal"),
+    ("theirs", "refused"),
     [
-        (
-            "--kv-cache-dtype fp8",
-            "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
-        ),
-        ("--quantization=fp8", "--quantization is read from the checkpoint's config.json; omit it"),
-        ("-q mxfp4", "-q is read from the checkpoint's config.json; omit it for a quantized checkpoint"),
-        ("m --tokenizer n", "--tokenizer is read from the model's folder; put the tokenizer's files there"),
-        ("--enable-sleep-mode", "--enable-sleep-mode is not served; stop the worker to free its memory"),
-        ("--max-model-len long", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
-        ("--rope-scaling {}x", "--rope-scaling is not supported; edit config.json in a copy"),
-        ("--task transcription", "--task should be auto, generate, reward, embed"),
-        ("--kv-events-config.enable_kv_cache_events true", "--kv-events-config is not supported; subscribe"),
-        ("--kv_events_config {}", "--kv-events-config is not supported; subscribe"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype"),
+        ("--quantization=fp8", "--quantization"),
+        ("-q mxfp4", "-q"),
+        ("m --tokenizer n", "--tokenizer"),
+        ("--enable-sleep-mode", "--enable-sleep-mode"),
+        ("--max-model-len long", "--max-model-len"),
+        ("--rope-scaling {}x", "--rope-scaling"),
+        ("--task transcription", "--task"),
+        ("--kv-events-config.enable_kv_cache_events true", "--kv-events-config"),
+        ("--kv_events_config {}", "--kv-events-config"),
         ("--scheduling-policy", "--scheduling-policy expects a value"),
-        ("--scheduling-policy random", "--scheduling-policy should be fcfs or priority, got 'random'"),
-        ("--lora-target-modules q_proj", "--lora-target-modules is not supported: an adapter changes each"),
+        ("--scheduling-policy random", "--scheduling-policy should be fcfs or priority"),
+        ("--lora-target-modules q_proj", "--lora-target-modules"),
         ("--port", "--port expects a value"),
         ("--port --host x", "--port expects a value"),
-        ("-cc.lvl 3", "--compilation-config has no key 'lvl'; level and candidate_compile_sizes"),
-        ("-cc.mode FAST", "--compilation-config should have a mode of NONE, "),
+        ("-cc.lvl 3", "--compilation-config has no key 'lvl"),
+        ("-cc.mode FAST", "--compilation-config should have a mode"),
     ],
 )
-def test_refusals_are_one_line(theirs: str, refusal: str) -> None:
-    with pytest.raises(ConfigurationRefused, match=rf"^{refusal}") as caught:
+def test_refusals_are_one_line(theirs: str, refused: str) -> None:
+    with pytest.raises(ConfigurationRefused, match=rf"^{refused}\b") as caught:
         VllmFlags().translate(theirs.split())
     assert "\n" not in str(caught.value)
 

@@ -115,7 +115,6 @@ async def worker() -> AsyncIterator[TextWorker]:
 
 
 async def encoded(worker: TextWorker, codec: TextCodec, size: int = 50, **fields: Any) -> str:
-    """Returns the prompt of a conversation."""
     content = {"messages": [{"role": "user", "content": "hi"}], **fields}
     body = parse(ChatCompletionRequest, json.dumps(content).encode())
     served = ServedModel(MODEL, codec)
@@ -126,7 +125,6 @@ async def encoded(worker: TextWorker, codec: TextCodec, size: int = 50, **fields
 
 
 def with_template(codec: TextCodec, source: str | None) -> TextCodec:
-    """Returns a model's text side with another template."""
     return TextCodec(codec.tokenizer, ChatTemplate(source, {}) if source else None, {})
 
 

@@ -38,7 +38,6 @@ def request(
 def turns(
     *messages: dict[str, Any], template: ChatTemplate = ANY_ORDER, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Returns the turns that the template sees."""
     return [message.for_template() for message in to_chat(request(*messages, **fields), template).messages]
 
 

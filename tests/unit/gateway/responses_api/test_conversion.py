@@ -31,7 +31,6 @@ def chat(template: ChatTemplate | None = None, **body: Any) -> ResponseAsChat:
 
 
 def turns(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
-    """Returns the turns that the chat template gets."""
     return [message.for_template() for message in chat(input=[*items], **body).messages]
 
 

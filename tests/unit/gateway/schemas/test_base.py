@@ -17,14 +17,10 @@ def _part(value: Any, info: ValidationInfo) -> Any:
 
 
 class Inner(RequestModel):
-    """An object in a body."""
-
     size: int = 0
 
 
 class Outer(RequestModel):
-    """A body."""
-
     unserved: ClassVar = {"best": Unserved((1,))}
 
     name: Annotated[str, Field(alias="called")] = ""
@@ -34,7 +30,6 @@ class Outer(RequestModel):
 
 
 def body(**fields: Any) -> bytes:
-    """Returns a body of ``fields``."""
     return json.dumps(fields).encode()
 
 

@@ -10,7 +10,6 @@ from gateway.text.cpu_time import OutOfCpuTime, limited
 
 
 def spin(seconds: float) -> None:
-    """Uses CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass

@@ -38,7 +38,6 @@ Read = Callable[[CertificatePaths], Expiries]
 
 
 def ended(name: str) -> bytes:
-    """Returns a CA's certificate that has ended."""
     return issue(name, lasts=dt.timedelta(minutes=-1)).pem
 
 

@@ -53,8 +53,6 @@ def test_help_prints_each_flag_under_its_heading(
 
 
 class _Base(ServiceSettings):
-    """A service."""
-
     groups: ClassVar = {Group.ADDRESSES: ("host", "port"), Group.COMPILATION: ("cache",)}
     reference_names: ClassVar = {"host": "OTHER_HOST", "port": "OTHER_PORT", "cache": "OTHER_CACHE"}
     reference_opposites: ClassVar = {"cache": "OTHER_NO_CACHE"}
