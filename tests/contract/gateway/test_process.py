@@ -133,7 +133,9 @@ async def test_a_full_disk_ends_it(scheduler: tuple[FakeScheduler, int]) -> None
     assert "tokenizer cannot be kept" in line
 
 
-@pytest.mark.parametrize("difference", [-1, 1], ids=["newer gateway", "older gateway"])
+@pytest.mark.parametrize(
+    "difference", [-1, pytest.param(1, marks=pytest.mark.slow)], ids=["newer gateway", "older gateway"]
+)
 async def test_a_gateway_of_another_schema_says_so_until_the_scheduler_is_of_its_own(
     scheduler: tuple[FakeScheduler, int], difference: int
 ) -> None:

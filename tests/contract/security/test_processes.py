@@ -102,7 +102,8 @@ async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_p
 
 
 @pytest.mark.parametrize(
-    "module", ["gateway", "scheduler_svc", pytest.param("worker_svc", marks=pytest.mark.slow)]
+    "module",
+    ["gateway", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scheduler_svc", "worker_svc"))],
 )
 def test_every_service_announces_the_end_of_a_certificate(tmp_path: Path, module: str) -> None:
     """It does so without any connection, and has read the files that are there by then."""

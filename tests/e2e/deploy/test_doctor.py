@@ -64,11 +64,11 @@ def check_refusal(model: Path, folder: Path, flags: str, words: str, **variables
     ("flags", "words"),
     [
         ("--max-num-seq 4", "did you mean --max-num-seqs"),
-        ("--service-token-file missing", "missing"),
-        ("--lora-modules a=/none", "needs --enable-lora"),
         *(
             pytest.param(flags, words, marks=SLOW)
             for flags, words in (
+                ("--service-token-file missing", "missing"),
+                ("--lora-modules a=/none", "needs --enable-lora"),
                 ("--decode-bucket-strategy manual --decode-buckets 1,3 --max-num-seqs 8", "must equal"),
                 ("--require-precompiled --no-compile-cache", "omit one of them"),
                 ("--ssl-certfile missing.pem --ssl-keyfile missing.pem", "missing.pem"),
@@ -129,7 +129,7 @@ def test_a_full_disk_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("free_pages", [0, 1])
+@pytest.mark.parametrize("free_pages", [0, pytest.param(1, marks=SLOW)])
 def test_a_small_disk_gets_the_same_refusal(model: Path, tmp_path: Path, free_pages: int) -> None:
     """A real disk without room for the lock, or for the services' token."""
     disk = tmp_path / "disk"

@@ -44,6 +44,7 @@ def read_until(process: subprocess.Popen[str], **fields: str) -> dict[str, Any]:
     raise AssertionError(f"{fields} did not appear in: {''.join(seen)}")
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_replaced_by_a_standby_and_sigterm_ends_both() -> None:
     """The worker is back without imports, with the same port; a stop leaves no process behind."""
     scheduler, port = f"127.0.0.1:{free_port()}", free_port()

@@ -167,6 +167,7 @@ def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Pa
         assert up.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_compose_files_are_written_with_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """The folder has what the image builds copy: Dockerfiles, locks and the installed package as a wheel."""
     binaries = environment(tmp_path, "--no-deps", wheel)

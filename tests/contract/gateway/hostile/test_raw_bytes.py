@@ -101,7 +101,7 @@ def statuses(answer: bytes) -> list[int]:
 
 def check(port: int) -> None:
     @given(st.binary(max_size=300) | almost_requests())
-    @settings(scaled(800), database=None, suppress_health_check=list(HealthCheck))
+    @settings(scaled(400), database=None, suppress_health_check=list(HealthCheck))
     def send(sent: bytes) -> None:
         for status in statuses(exchange(port, sent)):
             assert status < 500, sent

@@ -73,7 +73,7 @@ PARITY = (
 @pytest.mark.parametrize(
     ("flags", "reused"),
     [
-        (("--device", "cpu"), 448),
+        pytest.param(("--device", "cpu"), 448, marks=pytest.mark.slow),
         pytest.param(("--device", "rbln", "--rbln-backend", "rbln-check"), 384, marks=pytest.mark.slow),
     ],
     ids=["cpu", "rbln-check"],

@@ -201,7 +201,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["serve", "worker"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("worker", marks=pytest.mark.slow)])
 def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path, tmp_path: Path) -> None:
     """The worker would refuse to start for want of torch; the other services are checked."""
     model = tiny_models.write("llama", tmp_path / "model")
