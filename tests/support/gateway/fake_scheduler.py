@@ -1,16 +1,12 @@
 """A fake scheduler for tests of the gateway: a scripted ``Inference`` service that can fail on demand.
 
 It answers every prompt with the same tokens, one event per sequence and step, with all requests of a stream
-together, as the scheduler does. As a program (``python -m tests.support.gateway.fake_scheduler --port
-50051``) it serves load tests of the gateway.
+together, as the scheduler does.
 """
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
-import sys
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,7 +192,6 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Ids of aborted requests so far, in order; ``id#sequence`` if only one sequence was aborted."""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified after every change."""
-    sampling_defaults: pb.SamplingParams = field(default_factory=pb.SamplingParams)
     num_tokenizer_loads: int = 0
     metrics: bytes | None = SCHEDULER_METRICS
     """The answer to GetMetrics; ``None``: unavailable."""
@@ -265,7 +260,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         return pb.ModelInfo(
             served_name=self.model, aliases=self.aliases, source="scripted", vocab_size=self.vocab_size, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
-            default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
+            pooled_size=self.pooled_size,
             pool_tasks=self.pool_tasks if self.pooled_size else [],
             pooling=pooling_info(self.pooling_info, self.max_model_len) if self.pooled_size else None,
         )  # fmt: skip
@@ -482,19 +477,3 @@ async def serving(fake: FakeScheduler, port: int = 0) -> AsyncIterator[Server]:
         yield server
     finally:
         await server.stop(0)
-
-
-async def _main(arguments: argparse.Namespace) -> None:
-    reply = [504 + n for n in range(100)]
-    fake = FakeScheduler(arguments.tokenizer, reply, step_s=arguments.step_s, max_model_len=100_000, eos=0)
-    async with serving(fake, arguments.port):
-        print("ready", time.time(), file=sys.stderr, flush=True)
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--step-s", type=float, default=0.05)
-    asyncio.run(_main(parser.parse_args()))
