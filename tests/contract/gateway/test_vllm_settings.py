@@ -79,6 +79,10 @@ async def test_a_proxys_path_may_be_there_or_not(stack: Stack) -> None:
     for path in ("/v1/models", "/llm/v1/models"):
         assert (await stack.http.get(path)).status_code == 200
     assert (await stack.http.get("/openapi.json")).json()["servers"] == [{"url": "/llm"}]
+    for path in ("/v1/messages", "/llm/v1/messages"):
+        assert (await stack.http.post(path, content=b"{")).json()["type"] == "error", (
+            "errors of this protocol"
+        )
 
 
 async def test_requests_are_logged_without_their_texts(

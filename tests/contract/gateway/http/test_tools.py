@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import pytest_asyncio
 
@@ -263,32 +262,6 @@ async def test_an_end_within_the_thinking(
     assert "I see a marker here and there.".startswith(answer["message"]["reasoning_content"])
     assert not answer["message"]["content"]
     assert answer["finish_reason"] == reason
-
-
-async def test_the_openai_client(stack: Stack) -> None:
-    """The official client reads calls, streamed and not, and sends its own answer back."""
-    stack.reply_with(f"Let me look.\n{CALL}")
-    async with openai.AsyncOpenAI(
-        base_url=f"{stack.gateway.base_url}/v1", api_key="unused", max_retries=0
-    ) as client:
-        tools: list[Any] = ASK["tools"]
-        answer = await client.chat.completions.create(model="smollm2", messages=ASK["messages"], tools=tools)
-        message = answer.choices[0].message
-        assert message.tool_calls is not None
-        (call,) = message.tool_calls
-        assert call.type == "function"
-        assert json.loads(call.function.arguments) == {"city": "Paris"}
-        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
-        again: list[Any] = [*ASK["messages"], message, result]
-        await client.chat.completions.create(model="smollm2", messages=again, tools=tools)
-        async with client.chat.completions.stream(
-            model="smollm2", messages=ASK["messages"], tools=tools
-        ) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.content == "Let me look."
-        assert final.choices[0].message.tool_calls is not None
-        assert final.choices[0].message.tool_calls[0].function.arguments == '{"city": "Paris"}'
-        assert final.choices[0].finish_reason == "tool_calls"
 
 
 def _deep(levels: int) -> dict[str, Any]:

@@ -35,8 +35,10 @@ def make(kind: str, plan: AnswerPlan | None = None) -> ChunkWriter:
 )
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_text_survives_the_framing(kind: str, text: str) -> None:
-    (choice,) = read(make(kind).write(Delta(0, text)))[-1]["choices"]
+    chunks = make(kind)
+    (choice,) = read(chunks.write(Delta(0, text)))[-1]["choices"]
     assert (choice["delta"]["content"] if kind == "chat" else choice["text"]) == text
+    assert chunks.write(Delta(0, "")) == b"", "text that is held back makes no chunk"
 
 
 def test_parsed_chunks_report_every_token_once() -> None:
