@@ -36,7 +36,8 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
     """
     loop = asyncio.get_running_loop()
     stop, leaving = asyncio.Event(), asyncio.Event()
-    _on_signals(loop, stop.set)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
     failed: asyncio.Future[None] = loop.create_future()
 
     def give_up(reason: str) -> None:
@@ -106,11 +107,6 @@ def check(settings: Settings) -> Worker:
     worker = Worker(settings)
     worker.prepare()
     return worker
-
-
-def _on_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop)
 
 
 async def _leave(
