@@ -19,7 +19,7 @@ from scheduler_svc.engine.prefix_control import PrefixControl
 from scheduler_svc.engine.waiting import Capacity, LiveRequests, Queues
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.replica.quarantine import Abandoned, Detached, Loss, killed_too_many
+from scheduler_svc.replica.quarantine import DetachReport, EvictedRequests, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
 from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink
@@ -342,7 +342,7 @@ class Engine:
         self.dispatch()
         replica.wake()
 
-    def detach(self, replica_id: str, loss: Loss) -> Detached:
+    def detach(self, replica_id: str, loss: Loss) -> DetachReport:
         """Removes a replica; its requests wait again and keep their tokens.
 
         If the loss blames requests, those in unanswered steps become suspects. A request alone in them fails
@@ -350,7 +350,7 @@ class Engine:
         """
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
-            return Detached()
+            return DetachReport()
         self._wait_for_recompilation(self.grammars.detach(replica_id))
         self.adapters.detached(replica_id)
         abandoned = replica.scheduler.abandon(loss)
@@ -362,9 +362,9 @@ class Engine:
         self._replicas_changed()
         self.dispatch()
         suspects = tuple(request.request_id for request in abandoned.suspects)
-        return Detached(len(abandoned.requests) - len(failed), suspects, failed)
+        return DetachReport(len(abandoned.requests) - len(failed), suspects, failed)
 
-    def _judge(self, abandoned: Abandoned) -> tuple[str, ...]:
+    def _judge(self, abandoned: EvictedRequests) -> tuple[str, ...]:
         """Fails a request that killed too many workers, and notifies the clients of other suspects.
 
         Returns the ids of failed requests.

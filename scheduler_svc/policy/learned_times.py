@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-# Weight of an observation after the next one: about the last fifty count.
+# Weight of an observation after the next: about the last fifty count.
 _KEPT: Final = 0.98
 
 # An observation further from expectation than this factor is an accident, such as a compilation, or the

@@ -7,7 +7,7 @@ from scheduler_svc.requests.request import Request
 # Sums of shares are exact up to this.
 _ROUNDING = 1e-9
 
-# Every so many chunks, the first request in order has its turn, however long it is.
+# Every so many chunks, the first request in order has its turn, whatever its length.
 _CHUNKS_BY_LENGTH = 4
 
 
@@ -111,7 +111,7 @@ class Turns:
         if is_late and (fits_gap or not self._itl_target_s):
             return True
         if self._itl_target_s and chunk_s:
-            # A chunk longer than the whole target has its turn all the same.
+            # A chunk longer than the whole target still has its turn.
             return fits_gap or (not self._gap_s and self._decodes >= self._ratio)
         return self._decodes >= self._ratio
 

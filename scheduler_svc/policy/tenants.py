@@ -61,7 +61,7 @@ class Tenants:
         # The last active tenant; the floor follows its counter while no tenant is active.
         self._last: str | None = None
 
-    # ---- what waits ----
+    # ---- waiting requests ----
 
     def add(self, request: Request) -> None:
         """Counts a request as waiting. Its tokens must not change meanwhile."""
@@ -114,7 +114,7 @@ class Tenants:
                 return name
         return None
 
-    # ---- what was served ----
+    # ---- served tokens ----
 
     def __getitem__(self, tenant: str) -> float:
         """Returns a tenant's counter, in tokens per weight."""

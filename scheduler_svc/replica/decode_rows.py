@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.plans import BatchRows, Changes, StepsInFlight, batch_of
+from scheduler_svc.replica.plans import BatchRows, Plans, batch_of
 from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.shapes.shape_config import ShapeConfig
 
@@ -19,11 +19,10 @@ class DecodeRows:
     row that runs out of blocks, joins or leaves costs more.
     """
 
-    def __init__(self, kv: KvCache, changes: Changes, in_flight: StepsInFlight) -> None:
+    def __init__(self, kv: KvCache, plans: Plans) -> None:
         """Starts empty."""
         self._kv = kv
-        self._changes = changes
-        self._in_flight = in_flight
+        self._plans = plans
         self.members: dict[str, Request] = {}
         """The requests by id, in the order in which they began to decode."""
         self.has_joined = False
@@ -33,8 +32,8 @@ class DecodeRows:
         self._changed = False
         # Whether members have no row because their admissions exceed a plan.
         self._leaves_out = False
-        # Steps granted to the rows since they changed last. By row: before which step it needs blocks, and
-        # after which it has all its tokens.
+        # Steps granted to the rows since their last change; by row, the step before which it needs blocks;
+        # the first such step, and the first step after which a row is complete.
         self._step = 0
         self._rooms: list[int] = []
         self._first_to_grow = 0
@@ -87,13 +86,13 @@ class DecodeRows:
     def _count_rows_anew(self) -> None:
         """Reads the next rows, and how far each can go, from requests and plans in flight."""
         self._changed, self._step = False, 0
-        in_flight = self._in_flight.granted()
+        in_flight = self._plans.granted()
         rows = [
             (request, granted)
             for request in self.members.values()
             if (granted := request.kv.num_computed + in_flight.get(request, 0)) + 1 < request.end
         ]
-        fitting = self._changes.first_that_fit([request for request, _ in rows])
+        fitting = self._plans.first_that_fit([request for request, _ in rows])
         self._leaves_out = len(fitting) < len(rows)
         del rows[len(fitting) :]
         self.batch = batch_of(tuple(fitting))
@@ -113,7 +112,7 @@ class DecodeRows:
                 continue
             kv.prefixes.index_decoded(request.kv)
             granted = kv.capacity(request.kv, request.end) - left
-            if not self._changes.grow(request, granted + steps):
+            if not self._plans.grow(request, granted + steps):
                 if left < 1 and (not make_room(request, granted + 1) or self._changed):
                     return 0
                 steps = min(steps, max(left, 1))
@@ -130,11 +129,11 @@ class Decoding:
     it pays.
     """
 
-    def __init__(self, shapes: ShapeConfig, kv: KvCache, changes: Changes, in_flight: StepsInFlight) -> None:
+    def __init__(self, shapes: ShapeConfig, kv: KvCache, plans: Plans) -> None:
         """Starts empty."""
         self._buckets = shapes.buckets
         # The least recently planned first.
-        self._batches = [DecodeRows(kv, changes, in_flight) for _ in range(shapes.stages)]
+        self._batches = [DecodeRows(kv, plans) for _ in range(shapes.stages)]
         # The batch of each request, by request id.
         self._homes: dict[str, DecodeRows] = {}
         self.stalled_since: float | None = None

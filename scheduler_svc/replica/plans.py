@@ -1,4 +1,4 @@
-"""The next plan's changes, and the plans in flight."""
+"""The next plan, and the plans in flight."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ from protos.steps import (
 )
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.copies import PendingCopy
+from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, Sink
 
 MAX_ADMITTED_BYTES: Final = MAX_MESSAGE_BYTES // 2
@@ -26,111 +27,6 @@ MAX_ADMITTED_BYTES: Final = MAX_MESSAGE_BYTES // 2
 
 _BYTES_PER_ID = 4
 """Bytes of a token id in a message, at most: ids are below 2**28."""
-
-
-class Changes:
-    """Collects changes of slots and blocks for the next plan.
-
-    The first plan with work for a request admits it, with all its tokens and blocks.
-    """
-
-    def __init__(self, kv: KvCache) -> None:
-        """Starts without changes; ``kv`` allocates blocks."""
-        self._kv = kv
-        # Requests with a slot still unknown to the worker, by id.
-        self._unsent: dict[str, Request] = {}
-        self._released: list[int] = []
-        self._grown: list[Growth] = []
-        self._step = 0
-
-    @property
-    def releases(self) -> bool:
-        """Whether the next plan releases slots."""
-        return bool(self._released)
-
-    def admit(self, request: Request) -> None:
-        """Notes that a request got a slot."""
-        self._unsent[request.request_id] = request
-
-    def release(self, request: Request, slot: int) -> None:
-        """Releases a slot, unless the worker does not know of its request."""
-        if self._unsent.pop(request.request_id, None) is None:
-            self._released.append(slot)
-        if self._grown:
-            self._grown = [growth for growth in self._grown if growth.slot != slot]
-
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Grows the tables of a request with a slot; False, with no block allocated, if too few are free."""
-        grown = self._kv.grow(request.kv, num_tokens)
-        if grown is None:
-            return False
-        if request.request_id not in self._unsent:
-            assert request.slot is not None
-            self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
-        return True
-
-    def first_that_fit(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Returns the leading requests whose admissions fit one plan, at least the first."""
-        if not self._unsent:
-            return requests
-        room = MAX_ADMITTED_BYTES
-        for count, request in enumerate(requests):
-            if request.request_id in self._unsent:
-                room -= _BYTES_PER_ID * len(request.token_ids) + request.sampling.num_bytes
-                if room < 0 and count:
-                    return requests[:count]
-        return requests
-
-    def build(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
-        interrupts: bool, context_tokens: int,
-    ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work for these requests, after these copies; starts the next."""
-        self._step += 1
-        admitted: Sequence[Admission] = ()
-        if self._unsent:
-            unsent = [one for one in requests if self._unsent.pop(one.request_id, None) is not None]
-            admitted = tuple([admission_of(request) for request in unsent])
-        plan = StepPlan(
-            self._step,
-            work,
-            release=tuple(self._released),
-            copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
-            admit=admitted,
-            grow=tuple(self._grown),
-            interrupts=interrupts,
-            context_tokens=context_tokens,
-        )
-        if self._released:
-            self._released = []
-        if self._grown:
-            self._grown = []
-        return plan
-
-
-def _block_copy(copy: PendingCopy) -> BlockCopy:
-    return BlockCopy(copy.group_id, copy.source.block_id, copy.target.block_id, copy.num_tokens)
-
-
-def admission_of(request: Request) -> Admission:
-    """Returns the admission of a request with a slot; without blocks for a pooling model."""
-    assert request.slot is not None
-    return Admission(
-        slot=request.slot,
-        request_id=request.request_id,
-        token_ids=tuple(request.token_ids),
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_computed_tokens=request.kv.num_computed,
-        sampling=request.sampling.params,
-        blocks={
-            group_id: tuple([block.block_id for block in table.blocks])
-            for group_id, table in enumerate(request.kv.tables)
-        },
-        sequence=request.sequence,
-        pooling=request.pooling,
-        adapter_id=request.adapter_load,
-        traceparent=request.traceparent,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +160,7 @@ class StepsInFlight:
         """Whether a chunk was sent after ``step``, the oldest plan."""
         return any(other is not step and isinstance(other.plan.work, Prefill) for other in self._steps)
 
-    def send(self, step: InFlight) -> None:
+    def add(self, step: InFlight) -> None:
         """Adds a plan."""
         self._steps.append(step)
 
@@ -304,3 +200,117 @@ class StepsInFlight:
         self._steps.popleft()
         if self._steps:
             self._steps[0].begun_s = clock()
+
+
+class Plans(StepsInFlight):
+    """Collects changes of slots and blocks for the next plan, and tracks the plans in flight.
+
+    The first plan with work for a request admits it, with all its tokens and blocks.
+    """
+
+    def __init__(self, kv: KvCache, stats: SchedulerStats, clock: Callable[[], float]) -> None:
+        """Starts without changes; ``kv`` allocates blocks."""
+        super().__init__()
+        self._kv = kv
+        self._stats = stats
+        self._clock = clock
+        # Requests with a slot still unknown to the worker, by id.
+        self._unsent: dict[str, Request] = {}
+        self._released: list[int] = []
+        self._grown: list[Growth] = []
+        self._step = 0
+
+    @property
+    def releases(self) -> bool:
+        """Whether the next plan releases slots."""
+        return bool(self._released)
+
+    def admit(self, request: Request) -> None:
+        """Notes that a request got a slot."""
+        self._unsent[request.request_id] = request
+
+    def release(self, request: Request, slot: int) -> None:
+        """Releases a slot, in the next plan if the worker knows of its request; ignores its results."""
+        if self._unsent.pop(request.request_id, None) is None:
+            self._released.append(slot)
+        if self._grown:
+            self._grown = [growth for growth in self._grown if growth.slot != slot]
+        self.leave(slot)
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Grows the tables of a request with a slot; False, with no block allocated, if too few are free."""
+        grown = self._kv.grow(request.kv, num_tokens)
+        if grown is None:
+            return False
+        if request.request_id not in self._unsent:
+            assert request.slot is not None
+            self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
+        return True
+
+    def first_that_fit(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Returns the leading requests whose admissions fit one plan, at least the first."""
+        if not self._unsent:
+            return requests
+        room = MAX_ADMITTED_BYTES
+        for count, request in enumerate(requests):
+            if request.request_id in self._unsent:
+                room -= _BYTES_PER_ID * len(request.token_ids) + request.sampling.num_bytes
+                if room < 0 and count:
+                    return requests[:count]
+        return requests
+
+    def send(
+        self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
+        interrupts: bool = False, context_tokens: int = 0, paced: bool = False,
+    ) -> StepPlan:  # fmt: skip
+        """Returns the plan with this work for these requests, after all changes and copies, now in flight."""
+        if work is not None:
+            self._stats.plans += 1
+            self._stats.plans_ahead += bool(self)
+        self._step += 1
+        copies = self._kv.copies.take()
+        admitted: Sequence[Admission] = ()
+        if self._unsent:
+            unsent = [one for one in requests if self._unsent.pop(one.request_id, None) is not None]
+            admitted = tuple([admission_of(request) for request in unsent])
+        plan = StepPlan(
+            self._step,
+            work,
+            release=tuple(self._released),
+            copies=tuple(map(_block_copy, copies)) if copies else (),
+            admit=admitted,
+            grow=tuple(self._grown),
+            interrupts=interrupts,
+            context_tokens=context_tokens,
+        )
+        if self._released:
+            self._released = []
+        if self._grown:
+            self._grown = []
+        self.add(InFlight(plan, requests, self._clock(), copies, batch, paced))
+        return plan
+
+
+def _block_copy(copy: PendingCopy) -> BlockCopy:
+    return BlockCopy(copy.group_id, copy.source.block_id, copy.target.block_id, copy.num_tokens)
+
+
+def admission_of(request: Request) -> Admission:
+    """Returns the admission of a request with a slot; without blocks for a pooling model."""
+    assert request.slot is not None
+    return Admission(
+        slot=request.slot,
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.kv.num_computed,
+        sampling=request.sampling.params,
+        blocks={
+            group_id: tuple([block.block_id for block in table.blocks])
+            for group_id, table in enumerate(request.kv.tables)
+        },
+        sequence=request.sequence,
+        pooling=request.pooling,
+        adapter_id=request.adapter_load,
+        traceparent=request.traceparent,
+    )

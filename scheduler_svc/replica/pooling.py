@@ -16,7 +16,7 @@ from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.validation import count_values
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.replica.plans import InFlight, StepsInFlight, admission_of
-from scheduler_svc.replica.quarantine import Abandoned, Loss, accuse, blame
+from scheduler_svc.replica.quarantine import EvictedRequests, Loss, accuse, blame
 from scheduler_svc.replica.slots import ReplicaOwner
 from scheduler_svc.replica.stats import STEP_SECONDS, Distribution, PoolStats
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -91,18 +91,16 @@ class PoolScheduler:
             padding_costs: whether a row of padding takes as long as another.
         """
         self.stats = PoolStats()
-        """Counters."""
-        self.adapters = AdapterSeats(0, 0, clock)
-        """None: pooling models run no LoRA adapters."""
+        self.adapters = AdapterSeats(0, 0, clock)  # pooling models run no LoRA adapters
         self._shapes = sorted(shapes)
         self._pooled_size = pooled_size
         self._owner = owner
         self._clock = clock
         self._padding_costs = padding_costs
         self._step = 0
-        # The next batch, by slot; its first request at most, until it is planned.
+        # The next batch, by slot. Until it is planned, at most its first request.
         self._batch: list[Request] = []
-        # The batch on the worker, one at most.
+        # At most the batch on the worker.
         self._in_flight = StepsInFlight()
         # Slots of the last batch, still held by the worker.
         self._held = 0
@@ -157,7 +155,7 @@ class PoolScheduler:
         self._in_flight.leave(request.slot)
         self._finish(request, event)
 
-    def abandon(self, loss: Loss) -> Abandoned:
+    def abandon(self, loss: Loss) -> EvictedRequests:
         """Takes all requests off a lost replica; the loss may make suspects of those in a running batch."""
         requests = self._requests
         suspects, culprit = accuse(self._in_flight, loss, requests)
@@ -165,7 +163,7 @@ class PoolScheduler:
         self._in_flight.clear()
         for request in requests:
             request.slot, request.state = None, RequestState.WAITING
-        return Abandoned(requests, suspects, culprit)
+        return EvictedRequests(requests, suspects, culprit)
 
     # ---- deciding ----
 
@@ -186,7 +184,7 @@ class PoolScheduler:
             release=tuple(range(self._held)),
             admit=tuple(map(admission_of, batch)),
         )
-        self._in_flight.send(InFlight(plan, batch, self._clock()))
+        self._in_flight.add(InFlight(plan, batch, self._clock()))
         self._batch = []
         self._held = len(batch)
         self.stats.batches[shape] += 1

@@ -41,7 +41,7 @@ class Loss(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
+class EvictedRequests:
     """The requests of a lost replica."""
 
     requests: list[Request]
@@ -53,7 +53,7 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
+class DetachReport:
     """Effects of the loss of a replica on its requests."""
 
     num_requeued: int = 0
@@ -106,7 +106,7 @@ def accuse(
         The live suspects, and the culprit, if no other request, ended or live, can be the reason.
     """
     by_slot = {request.slot: request for request in running}
-    # Requests that ended meanwhile are no suspects any more, but may have been the reason.
+    # Requests ended since are no suspects, but may be the reason.
     names: set[str] = set()
     suspects: dict[Request, int] = {}
     for step in steps if loss.blames else ():

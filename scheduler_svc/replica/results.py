@@ -223,7 +223,7 @@ class ResultHandler:
             return
         self._kv.prefixes.index_chunk(request.kv, start, end)
         request.kv.num_computed = end
-        for waiter in self._waiters.reached(request, start, end, self._slots.in_flight.latest):
+        for waiter in self._waiters.reached(request, start, end, self._slots.plans.latest):
             self._owner.requeue(waiter)
 
     # ---- tokens and events ----

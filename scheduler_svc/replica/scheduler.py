@@ -14,8 +14,7 @@ from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import Turns, next_to_prefill, runs_before
-from scheduler_svc.replica.plans import BatchRows, InFlight
-from scheduler_svc.replica.quarantine import Abandoned, Loss, accuse
+from scheduler_svc.replica.quarantine import EvictedRequests, Loss, accuse
 from scheduler_svc.replica.results import ResultHandler
 from scheduler_svc.replica.slots import ReplicaOwner, Slots
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -57,12 +56,8 @@ class ReplicaScheduler:
             adapters: counts the LoRA adapters; None if the worker runs none.
             depth: most plans on the worker at once; None for a pipeline's stages plus 1.
         """
-        self.shapes = shapes
-        """The static shapes."""
-        self.kv = kv
-        """The replica's KV memory."""
+        self.shapes, self.kv = shapes, kv
         self.adapters = adapters or AdapterSeats(0, 0, clock)
-        """The LoRA adapters of the worker, and those in use."""
         self._owner = owner
         kv.on_release = owner.released
         self._turns = turns
@@ -78,8 +73,7 @@ class ReplicaScheduler:
         self._draining = False
         self._slots = slots = Slots(shapes, kv, self.adapters, owner, clock)
         self.stats = slots.stats
-        """Counters."""
-        self._changes, self._in_flight, self._decoding = slots.changes, slots.in_flight, slots.decoding
+        self._plans, self._decoding = slots.plans, slots.decoding
         self._results = ResultHandler(slots)
 
     # ---- state ----
@@ -192,7 +186,7 @@ class ReplicaScheduler:
             return False
         users: Sequence[Request] = ()
         if not self.adapters.has_room(request.adapter, request.rank):
-            # If the adapter is in use, a request that ranks before this one waits for its seat.
+            # An adapter in use without room is claimed: a request of a smaller rank waits for its seat.
             found = None if self.adapters.uses(request.adapter) else self._slots.fewest_users(candidates)
             if found is None:
                 return False
@@ -207,10 +201,10 @@ class ReplicaScheduler:
             self._slots.preempt(one, reason)
         return count is not None
 
-    def abandon(self, loss: Loss) -> Abandoned:
+    def abandon(self, loss: Loss) -> EvictedRequests:
         """Takes all requests off a lost replica; the loss may make suspects of those in unanswered plans."""
-        suspects, culprit = accuse(self._in_flight, loss, self._slots.requests)
-        return Abandoned(self._slots.clear(), suspects, culprit)
+        suspects, culprit = accuse(self._plans, loss, self._slots.requests)
+        return EvictedRequests(self._slots.clear(), suspects, culprit)
 
     # ---- deciding ----
 
@@ -220,13 +214,13 @@ class ReplicaScheduler:
         Returns:
             The plan; None if the worker has enough plans, or there is nothing to do.
         """
-        out, slots = len(self._in_flight), self._slots
+        out, slots = len(self._plans), self._slots
         if self._draining or (out and self._last_is_suspect):
             return None
         depth = 1 if slots.has_suspects else self._depth
         waits = out >= depth
-        # Decode work of several steps can be ended for a chunk, or for a request that joins.
-        interrupts = depth > 1 and self._in_flight.decodes_on
+        # A chunk, or a joining request, may end decode work of several steps.
+        interrupts = depth > 1 and self._plans.decodes_on
         if (waits and not interrupts) or out > depth:
             return None
         while True:
@@ -240,15 +234,15 @@ class ReplicaScheduler:
                 return plan
             if self.stats.num_preempted == preempted:
                 break  # else the request was preempted itself: there may be other work
-        if not self._in_flight and (self.kv.copies or self._changes.releases):
-            return self._send(None, ())
-        if interrupts and not any(step.here for step in self._in_flight):
-            return self._send(None, (), interrupts=True)  # nobody needs the steps that are left
+        if not self._plans and (self.kv.copies or self._plans.releases):
+            return self._plans.send(None, ())
+        if interrupts and not any(step.here for step in self._plans):
+            return self._plans.send(None, (), interrupts=True)  # nobody needs the remaining steps
         return None
 
     @property
     def _last_is_suspect(self) -> bool:
-        return any(one.suspect for step in self._in_flight for one in step.requests[:1])
+        return any(one.suspect for step in self._plans for one in step.requests[:1])
 
     def _chunk(self, interrupts: bool, *, is_due: bool = False) -> StepPlan | None:
         """Returns a plan with a chunk, if it is a chunk's turn, or is due anyway, and there is room."""
@@ -273,7 +267,7 @@ class ReplicaScheduler:
             return None
         assert request.slot is not None
         work = Prefill(request.slot, start, tokens, end == len(request.token_ids), bucket)
-        plan = self._send(work, (request,), interrupts=interrupts, context_tokens=end)
+        plan = self._plans.send(work, (request,), interrupts=interrupts, context_tokens=end)
         self._slots.chunk_sent(request, end)
         self._turns.sent_chunk(chunk_s, self._stages_per_batch)
         if self._chunk_makes_room:
@@ -295,7 +289,7 @@ class ReplicaScheduler:
         prefilling = self._slots.prefilling
         if not self.kv.slides_in_place:
             return prefilling
-        # A window that slides in place may have to be kept before the next chunk moves it.
+        # A window sliding in place may have to be kept before the next chunk moves it.
         return [one for one in prefilling if one.granted == one.kv.num_computed]
 
     def _trial(self) -> StepPlan | None:
@@ -311,7 +305,7 @@ class ReplicaScheduler:
             return None
         assert request.slot is not None
         work = Decode((request.slot,), bucket_for(1, self.shapes.buckets))
-        return self._send(work, (request,), context_tokens=position + 1)
+        return self._plans.send(work, (request,), context_tokens=position + 1)
 
     def _decode(self, interrupts: bool) -> StepPlan | None:
         """Returns a plan with the next steps of the decode batch whose turn it is."""
@@ -326,7 +320,7 @@ class ReplicaScheduler:
             self._steps_per_result(len(batch.slots), steps),
         )  # fmt: skip
         self._turns.sent_steps(steps * self._stages_per_batch)
-        return self._send(
+        return self._plans.send(
             work, batch.requests, batch, interrupts=interrupts, context_tokens=rows.context_tokens,
             paced=bool(self._slots.prefilling),
         )  # fmt: skip
@@ -353,33 +347,18 @@ class ReplicaScheduler:
         """Pipeline stages for each decode batch in use."""
         return self.shapes.stages // max(1, self._decoding.num_active)
 
-    def _send(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
-        interrupts: bool = False, context_tokens: int = 0, paced: bool = False,
-    ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work, after all pending changes and copies."""
-        copies = self.kv.copies.take()
-        if work is not None:
-            self.stats.plans += 1
-            self.stats.plans_ahead += bool(self._in_flight)
-        plan = self._changes.build(
-            work, requests, copies, interrupts=interrupts, context_tokens=context_tokens
-        )
-        self._in_flight.send(InFlight(plan, requests, self._clock(), copies, batch, paced))
-        return plan
-
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables, preempting others if needed.
 
         False: the request was preempted itself, or runs alone and copies in flight hold its blocks.
         """
-        while not self._changes.grow(request, num_tokens):
+        while not self._plans.grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
                 # An admitted request fits an empty replica, so kept windows are in the way.
                 if self.kv.copies.drop_windows():
                     continue
-                if self._in_flight:
+                if self._plans:
                     return False
                 raise Internal("out of KV blocks with no request to preempt")
             # The first in order always makes progress.
@@ -391,7 +370,7 @@ class ReplicaScheduler:
 
     def drain(self) -> None:
         """Sends nothing until all plans are answered; the next then follows from results alone."""
-        self._draining = bool(self._in_flight)
+        self._draining = bool(self._plans)
         self._decoding.refresh()
 
     # ---- results ----
@@ -402,18 +381,18 @@ class ReplicaScheduler:
         Raises:
             Internal: results and plans do not match; the replica's state is then unknown.
         """
-        step = self._in_flight.match(result)
+        step = self._plans.match(result)
         first, last = step.num_steps == result.num_steps, result.last or result.error is not None
         step.answered = last
         self._results.apply(step, result, first=first)
         if last:
             if missing := step.num_left:
                 self._decoding.refresh()
-                if not self._in_flight.has_chunk_after(step):
+                if not self._plans.has_chunk_after(step):
                     self._turns.take_back(missing)
-            self._in_flight.close(self._clock)
+            self._plans.close(self._clock)
             if result.error is not None:
                 self._draining = True
-            self._draining = self._draining and bool(self._in_flight)
+            self._draining = self._draining and bool(self._plans)
         if self.kv.events.active:
             self.kv.events.flush()

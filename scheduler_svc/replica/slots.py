@@ -9,7 +9,7 @@ from scheduler_svc.adapters.seats import AdapterSeats
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.rules import join_prefill
 from scheduler_svc.replica.decode_rows import Decoding
-from scheduler_svc.replica.plans import Changes, StepsInFlight
+from scheduler_svc.replica.plans import Plans
 from scheduler_svc.replica.prefix_waiters import PrefixWaiters
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -48,24 +48,14 @@ class Slots:
     """
 
     def __init__(
-        self, shapes: ShapeConfig, kv: KvCache, adapters: AdapterSeats, owner: ReplicaOwner, clock: Callable[[], float],
+        self, shapes: ShapeConfig, kv: KvCache, adapters: AdapterSeats, owner: ReplicaOwner, clock: Callable[[], float]
     ) -> None:  # fmt: skip
         """Starts with all slots free."""
-        self.kv = kv
-        """The blocks of the requests."""
-        self.adapters = adapters
-        """The LoRA adapters of the worker, and those in use."""
-        self.owner = owner
-        self.clock = clock
+        self.kv, self.adapters, self.owner, self.clock = kv, adapters, owner, clock
         self.stats = SchedulerStats()
-        self.changes = Changes(kv)
-        """Changes for the next plan."""
-        self.in_flight = StepsInFlight()
-        """Plans without their last result."""
+        self.plans = Plans(kv, self.stats, clock)
         self.waiters = PrefixWaiters(kv.prefixes, kv.copies, self.stats)
-        """Requests deferred until a prefix is computed."""
-        self.decoding = Decoding(shapes, kv, self.changes, self.in_flight)
-        """The decode batches."""
+        self.decoding = Decoding(shapes, kv, self.plans)
         self.prefilling: list[Request] = []
         """Requests with known tokens not yet sent in a chunk, in the order of their next chunks."""
         self.prefill_backlog = 0
@@ -124,7 +114,7 @@ class Slots:
         request.prefills_forced = False
         self._priorities[request.priority] += 1
         self.stats.count_start(request, self.clock())
-        self.changes.admit(request)
+        self.plans.admit(request)
         self.owner.admitted(request)
         if not request.num_to_prefill:
             self._start_decoding(request)
@@ -156,7 +146,7 @@ class Slots:
         """
         if self.full:
             return False
-        if self.kv.slides_in_place and self.in_flight.runs(origin):
+        if self.kv.slides_in_place and self.plans.runs(origin):
             return False
         prompt = request.num_prompt_tokens - 1
         if not self.kv.fork(origin.kv, request.kv, prompt):
@@ -219,7 +209,7 @@ class Slots:
         """Moves a decoding request back to prefill, for tokens forced by its grammar."""
         self._stop_decoding(request)
         assert request.slot is not None
-        self.in_flight.skip(request.slot)  # until its forced tokens are computed
+        self.plans.skip(request.slot)  # until its forced tokens are computed
         request.prefills_forced = True
         self._prefill(request)
 
@@ -263,8 +253,7 @@ class Slots:
         self._priorities[request.priority] -= 1
         if not self._priorities[request.priority]:
             del self._priorities[request.priority]
-        self.changes.release(request, slot)
-        self.in_flight.leave(slot)
+        self.plans.release(request, slot)
         self._slots[slot] = None
         self._free_slots.append(slot)
         request.slot = None
@@ -280,5 +269,5 @@ class Slots:
         requests = self.requests
         for request in requests:
             self.release(request)
-        self.in_flight.clear()
+        self.plans.clear()
         return requests + deferred

@@ -6,7 +6,7 @@ from time import monotonic
 
 from protos.errors import Unavailable
 from protos.service.logs import get_logger
-from scheduler_svc.replica.quarantine import Detached, Loss
+from scheduler_svc.replica.quarantine import DetachReport, Loss
 from scheduler_svc.workers.progress import Stall
 
 # Most request ids in a log line.
@@ -42,7 +42,7 @@ class Losses:
             del self._failed_steps[next(iter(self._failed_steps))]
         return found
 
-    def note(self, replica_id: str, loss: Loss, detached: Detached) -> None:
+    def note(self, replica_id: str, loss: Loss, detached: DetachReport) -> None:
         """Counts a loss and logs its effect on requests."""
         self.workers[loss] += 1
         self.num_suspects += len(detached.suspects)

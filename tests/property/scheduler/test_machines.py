@@ -256,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plans_in_flight(self) -> None:
         """The worker has `depth` plans at most, and one that ends the steps of the last of them."""
         depth = self.rig.depth or self.rig.shapes.stages + 1
-        assert len(self.rig.scheduler._in_flight) <= depth + 1
+        assert len(self.rig.scheduler._plans) <= depth + 1
 
     def draw_and_abort(self, data: st.DataObject) -> None:
         """Aborts a whole request or one of its sequences."""
@@ -428,7 +428,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not scheduler._slots.waiters._computing
         assert not scheduler._decoding
         assert not scheduler._slots.waiters._sources
-        assert not scheduler._changes._unsent
+        assert not scheduler._plans._unsent
         assert not engine.live()
         assert not engine._live._groups
 

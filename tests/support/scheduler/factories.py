@@ -376,7 +376,7 @@ class Rig:
                 for result in results:
                     self.scheduler.update(result)
                 raise
-            assert results, list(self.scheduler._in_flight)
+            assert results, list(self.scheduler._plans)
             self.scheduler.update(results.popleft())
 
     def _run(self, plan: StepPlan) -> StepResult:

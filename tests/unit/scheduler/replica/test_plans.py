@@ -361,7 +361,7 @@ def test_a_suspect_has_one_plan_in_flight() -> None:
     rig.engine.dispatch()
     while rig.scheduler._slots.has_suspects or rig.engine.num_waiting:
         plan = planned(rig)
-        suspect = next(iter(rig.scheduler._in_flight)).requests[0].suspect
+        suspect = next(iter(rig.scheduler._plans)).requests[0].suspect
         assert not suspect or rig.scheduler.next_plan() is None
         answer(rig, plan)
         rig.engine.dispatch()
