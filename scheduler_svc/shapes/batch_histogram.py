@@ -76,11 +76,6 @@ class RecordedBatches:
     block_size: int = 1
     """Tokens of a KV block at the last save."""
 
-    @property
-    def num_steps(self) -> int:
-        """Decode steps recorded."""
-        return sum(self.counts.values())
-
     @classmethod
     def read(cls, path: Path) -> "RecordedBatches":
         """Reads a file; `DamagedHistogram` if it is none, or `OSError`."""
