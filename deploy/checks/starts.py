@@ -316,7 +316,6 @@ def configuration(settings: SchedulerSettings, worker: "Worker", model: str) -> 
     from worker_svc.api.convert import description_to_proto
 
     description = description_from_proto(description_to_proto(worker, worker_id="", model=model))
-    layout = worker.layout
-    description = replace(description, pipeline_stages=layout.pipeline, tensor_parallel=layout.tensor)
+    description = replace(description, pipeline_stages=worker.layout.pipeline)
     request: worker_pb2.ConfigureRequest = Deployment(settings).set_up("", description).request
     return request

@@ -2,8 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc.aio
@@ -26,7 +26,7 @@ from scheduler_svc.workers.descriptions import (
 )
 from scheduler_svc.workers.model_files import FileReceiver
 from scheduler_svc.workers.rank import Rank, ReplicaLost, differing_rank, ranks_text
-from scheduler_svc.workers.replicas import ReplicaSetup
+from scheduler_svc.workers.replicas import Configured
 
 # Describe needs the worker's process and the configuration of its model, but no weights.
 DESCRIBE_TIMEOUT_S = 60.0
@@ -37,19 +37,6 @@ MODEL_FILES_TIMEOUT_S = 120.0
 CONFIGURE_RETRY_S = 60.0
 
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """A replica with configured ranks."""
-
-    description: WorkerDescription
-    setup: ReplicaSetup
-    ready: worker_pb2.ConfigureReady
-    """Rank 0's answer."""
-    first_step_timeout_s: float
-    """Time limit on the slowest rank for a step that makes its graph, seconds."""
-    files: Mapping[str, bytes]
 
 
 class Configurator:
@@ -131,9 +118,7 @@ class Configurator:
             raise self._refused(
                 rank, f"{difference}; start all ranks of a replica with the same model and devices"
             )
-        return replace(
-            descriptions[0], pipeline_stages=self._sizes.pipeline, tensor_parallel=self._sizes.tensor
-        )
+        return replace(descriptions[0], pipeline_stages=self._sizes.pipeline)
 
     def _group_epoch(self, epochs: list[str]) -> str:
         """Returns the name of the group, new unless all ranks formed it before."""

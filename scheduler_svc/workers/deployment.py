@@ -22,6 +22,7 @@ from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedModel, describe_served
 from scheduler_svc.workers.progress import Stall
 from scheduler_svc.workers.replicas import (
+    Configured,
     Connect,
     GeneratingReplicas,
     PoolingReplicas,
@@ -105,10 +106,8 @@ class Deployment:
     def attach(
         self,
         replica_id: str,
-        description: WorkerDescription,
-        setup: ReplicaSetup,
+        replica: Configured,
         memory: KvCache | None,
-        files: Mapping[str, bytes],
         connect: Connect,
     ) -> StepScheduler:
         """Adds a configured worker as a replica and returns its scheduler; the first fixes the served model.
@@ -117,14 +116,14 @@ class Deployment:
             ConfigurationRefused: the worker serves another model or other shapes than earlier replicas.
         """
         served = describe_served(
-            description.model,
-            files,
+            replica.description.model,
+            replica.files,
             served_names=self.settings.served_model_name,
-            max_model_len=setup.max_model_len,
-            weights_digest=description.weights_digest,
+            max_model_len=replica.setup.max_model_len,
+            weights_digest=replica.description.weights_digest,
         )
         self._check_same_model(served, replica_id)
-        scheduler = setup.attach(description, memory, served.name, connect)
+        scheduler = replica.setup.attach(replica.description, memory, served.name, connect)
         if self.served is None:
             self.served = served
         elif not self.served.weights_digest:
@@ -133,6 +132,7 @@ class Deployment:
             self._give_up.cancel()
             self._give_up = None
         self.starting.pop(replica_id, None)
+        self.phase_seconds[replica_id] = dict(replica.ready.phase_seconds)
         # Later collections leave the new blocks alone: scanning a million would stop all replicas for 0.3 s.
         gc.freeze()
         self._announce_serving()
@@ -231,13 +231,11 @@ class Deployment:
             self._log.error("waiting_requests_failed", count=failed, reason="no worker")
 
 
-def make_memory(
-    setup: ReplicaSetup, description: WorkerDescription, num_blocks: tuple[int, ...]
-) -> KvCache | None:
+def make_memory(replica: Configured) -> KvCache | None:
     """Makes a replica's KV memory on a thread, without collections caused by its many objects."""
     gc.disable()
     try:
-        return setup.make_memory(description, num_blocks)
+        return replica.setup.make_memory(replica.description, tuple(replica.ready.num_blocks))
     finally:
         gc.enable()
 

@@ -64,8 +64,6 @@ class WorkerDescription:
     """Possible starts of chunks; known once the worker is configured."""
     pipeline_stages: int = 1
     """Ranges of layers, working on different steps at the same time, from the registration of the ranks."""
-    tensor_parallel: int = 1
-    """Ranks that share each stage."""
 
 
 def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescription:

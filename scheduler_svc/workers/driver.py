@@ -147,14 +147,9 @@ class ReplicaDriver:
         replica = await Configurator(self._ranks, self._deployment).run()
         ready = replica.ready
         async with loop.stream() as call:
-            memory = await asyncio.to_thread(
-                make_memory, replica.setup, replica.description, tuple(ready.num_blocks)
-            )
-            scheduler = self._deployment.attach(
-                self._replica_id, replica.description, replica.setup, memory, replica.files, connect
-            )
+            memory = await asyncio.to_thread(make_memory, replica)
+            scheduler = self._deployment.attach(self._replica_id, replica, memory, connect)
             self._attached = True
-            self._deployment.phase_seconds[self._replica_id] = dict(ready.phase_seconds)
             self._log.info(
                 "ready",
                 num_blocks=list(ready.num_blocks),

@@ -57,6 +57,19 @@ class ReplicaSetup:
     contradicts the other replicas."""
 
 
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """A replica with configured ranks."""
+
+    description: WorkerDescription
+    setup: ReplicaSetup
+    ready: worker_pb2.ConfigureReady
+    """Rank 0's answer."""
+    first_step_timeout_s: float
+    """Time limit on the slowest rank for a step that makes its graph, seconds."""
+    files: Mapping[str, bytes]
+
+
 def warn_of_ignored(settings: Settings, names: Iterable[str], reason: str) -> None:
     """Logs the settings among `names` with a value but no effect on the kind of model."""
     fields = type(settings).model_fields
