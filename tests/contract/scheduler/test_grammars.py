@@ -148,11 +148,9 @@ async def test_cancelling_a_request_cancels_its_compilation(
     The grammar can be compiled later.
     """
     call = scheduler.inference.Generate(generate_request(structured_output=REGEX))
-    async with asyncio.timeout(10):
-        while not worker.asked:
-            await asyncio.sleep(0.01)
-        call.cancel()
-        await worker.cancelled.wait()
+    await until(lambda: worker.asked)
+    call.cancel()
+    await worker.cancelled.wait()
     worker.may_compile.set()
     tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
     assert tokens == expected_tokens((5, 6, 7), 8)

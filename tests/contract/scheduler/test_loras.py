@@ -169,7 +169,7 @@ async def test_an_adapter_is_replaced_in_place(scheduler: RunningScheduler, work
     await load(scheduler, "a", "old")
     worker.hold_at_step = worker.steps + 3
     request = running(scheduler, "a")
-    await until(lambda: not worker.gate.is_set())
+    await worker.holds.wait()
     worker.sources["bad"] = InvalidArgument("it is pickled")
     bad = inference_pb2.LoadLoraRequest(name="a", source="bad", load_inplace=True)
     assert "pickled" in (await failure(scheduler.inference.LoadLora(bad))).message

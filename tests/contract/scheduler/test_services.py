@@ -311,7 +311,7 @@ async def test_streams_of_gateways_serve_while_a_direct_call_is_drained(
         for event in reader.events(response):
             received.setdefault(event.request_id, []).extend(event.token_ids)
     assert set(received) == {"before", "during"}
-    await until(lambda: not worker.gate.is_set())  # the worker holds
+    await worker.holds.wait()  # the worker holds
     assert not drain.done()
     worker.gate.set()
     await drain

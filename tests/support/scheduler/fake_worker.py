@@ -35,6 +35,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Whether the Execute stream ends instead of doing this."""
     hold_at_step: int | None = None
     """Closes the gate before this step, counted over all plans."""
+    holds: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it has done so."""
     first_step_timeout_s: float = 0.0
     """What Configure says about steps that make graphs."""
     refuse_configure: TriptychError | None = None
@@ -205,6 +207,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     self.steps += 1
                     if self.steps == self.hold_at_step:
                         self.gate.clear()
+                        self.holds.set()
                     await self.gate.wait()
                     if self.steps == self.die_at_step:
                         return

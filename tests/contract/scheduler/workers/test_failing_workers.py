@@ -21,6 +21,7 @@ from tests.support.scheduler.running_scheduler import (
     run_worker,
     tokens_of,
 )
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
 
@@ -95,8 +96,7 @@ async def test_a_worker_that_fails_every_step_fails_no_request() -> None:
             answers = [
                 asyncio.create_task(tokens_of(scheduler, generate_request(prompt))) for prompt in prompts
             ]
-            while scheduler.engine.num_running + scheduler.engine.num_waiting < len(prompts):
-                await asyncio.sleep(0)
+            await until(lambda: len(scheduler.engine.live()) == len(prompts))
             broken.gate.set()
             error = await failure(call)
             assert isinstance(error, Unavailable)

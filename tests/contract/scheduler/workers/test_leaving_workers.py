@@ -21,6 +21,7 @@ from tests.support.scheduler.running_scheduler import (
     run_scheduler,
     run_worker,
 )
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(30)]
 
@@ -58,8 +59,7 @@ async def test_a_worker_answers_its_running_plan_before_it_leaves() -> None:
     async with run_scheduler() as scheduler, run_worker(worker) as port:
         call = await register(scheduler, port)
         stream = scheduler.inference.Generate(generate_request(max_tokens=50))
-        while worker.gate.is_set():
-            await asyncio.sleep(0)
+        await worker.holds.wait()
         leaving = asyncio.create_task(leave(scheduler, "w"))
         await asyncio.wait({leaving}, timeout=0.1)
         assert not leaving.done()
@@ -80,8 +80,7 @@ async def test_a_worker_that_dies_while_it_leaves_makes_no_suspect() -> None:
         async with run_worker(worker) as port:
             call = await register(scheduler, port)
             stream = scheduler.inference.Generate(generate_request())
-            while worker.gate.is_set():
-                await asyncio.sleep(0)
+            await worker.holds.wait()
             leaving = asyncio.create_task(leave(scheduler, "w"))
             await asyncio.wait({leaving}, timeout=0.1)
             worker.die_at_step = 3
@@ -106,11 +105,9 @@ async def test_a_cut_link_makes_no_suspect() -> None:
     async with run_scheduler(Settings(max_worker_losses=1)) as scheduler, run_worker(worker) as port:
         call = await register(scheduler, port)
         stream = scheduler.inference.Generate(generate_request())
-        while worker.gate.is_set():
-            await asyncio.sleep(0)
+        await worker.holds.wait()
         call.cancel()  # as when the worker's connection to the scheduler breaks
-        while scheduler.engine.replicas:
-            await asyncio.sleep(0.01)
+        await until(lambda: not scheduler.engine.replicas)
         worker.gate.set()
         assert scheduler.deployment.losses.workers == {Loss.CUT_OFF: 1}
         call = await register(scheduler, port)

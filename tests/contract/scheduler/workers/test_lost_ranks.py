@@ -43,8 +43,7 @@ async def answering(
     """Starts a request that waits in the third step of a rank 0; it must end well after the block."""
     assert worker.hold_at_step == 3
     answer = asyncio.create_task(tokens_of(scheduler, generate_request(max_tokens=20)))
-    while worker.gate.is_set():
-        await asyncio.sleep(0)
+    await worker.holds.wait()
     yield answer
 
 
@@ -276,8 +275,7 @@ async def test_many_losses_lose_no_request() -> None:
                     asyncio.create_task(tokens_of(scheduler, generate_request(prompt, max_tokens=20)))
                     for prompt in prompts[2 * life : 2 * life + 2]
                 ]
-                while first.gate.is_set():
-                    await asyncio.sleep(0)
+                await first.holds.wait()
                 ranks[life % 2].call.cancel()
                 await ranks[1 - life % 2].released()
         async with serving_ranks(scheduler, FakeRank(rank=0, life=9), FakeRank(rank=1, life=9)):
