@@ -39,8 +39,8 @@ class CacheOptions:
     """Whether the output of decode steps is also indexed. Unless ``chunk_starts`` is exact, decode kernels
     round differently from prefill kernels."""
     copies_blocks: bool = True
-    """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing that needs a
-    copy is reused: no part of a block, no window in place, and no fork into either."""
+    """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing is reused by
+    copying: no part of a block, no window in place, and no fork into either."""
     chunk_starts: ChunkStarts = "whole"
     """Where the worker's chunks may begin."""
     finest_hit: int = 32
@@ -139,7 +139,7 @@ class KvCache:
 
     @property
     def num_evicted(self) -> int:
-        """Blocks that lost cached content so far."""
+        """Blocks whose cached content was evicted so far."""
         return sum(pool.num_evicted for pool in self._pools)
 
     def fits(self, num_tokens: int) -> bool:
@@ -147,7 +147,7 @@ class KvCache:
         return all(group.most_blocks(num_tokens) <= group.pool.num_blocks for group in self.groups)
 
     def max_tokens(self, limit: int) -> int:
-        """Returns the longest sequence, up to ``limit`` tokens, that fits an otherwise empty replica."""
+        """Returns the longest sequence for an otherwise empty replica, up to ``limit`` tokens."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -155,7 +155,7 @@ class KvCache:
         return low
 
     def share_of(self, sequence: SequenceKv) -> float:
-        """Returns the share of blocks that a sequence holds, in the group where it is largest, 0 to 1."""
+        """Returns a sequence's share of blocks in the group where it is largest, 0 to 1."""
         return max(
             table.num_live / pool.num_blocks for table, pool in zip(sequence.tables, self._pools, strict=True)
         )
@@ -164,7 +164,7 @@ class KvCache:
         self, sequence: SequenceKv, others: Sequence[SequenceKv], at_least: int = 0,
         growing: Sequence[SequenceKv] = (),
     ) -> int | None:  # fmt: skip
-        """Returns how many of `others`, the first ones, must leave so that the sequence fits for certain.
+        """Returns how many of `others`, in order, must leave for the sequence to fit for certain.
 
         A block becomes free only when all its users leave. The `growing` sequences still take blocks
         for all their known tokens, unless they leave.
@@ -196,7 +196,7 @@ class KvCache:
         return found
 
     def capacity(self, sequence: SequenceKv, limit: int) -> int:
-        """Returns how many tokens, at most ``limit``, the blocks of the sequence have room for."""
+        """Returns the capacity of the sequence's blocks in tokens, at most ``limit``."""
         size = self._layout.block_size
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.paged:
@@ -280,11 +280,11 @@ class KvCache:
         return taken, short
 
     def grow(self, sequence: SequenceKv, num_tokens: int) -> list[tuple[int, tuple[int, ...]]] | None:
-        """Makes room for tokens up to ``num_tokens``, after freeing blocks that no later query sees.
+        """Makes room for tokens up to ``num_tokens``, after freeing blocks no later query sees.
 
         Returns:
-            (group id, new block ids) of the groups that needed any, or None, with no block allocated, if some
-            group has too few free blocks.
+            (group id, new block ids) of each group in need of blocks, or None, with no block allocated, if a
+            group lacks free blocks.
         """
         tables = sequence.tables
         for group, table in zip(self.groups, tables, strict=True):
@@ -302,11 +302,11 @@ class KvCache:
         return grown
 
     def fork(self, parent: SequenceKv, child: SequenceKv, num_tokens: int) -> bool:
-        """Gives ``child`` the first ``num_tokens`` computed tokens of ``parent``, which has the same prompt.
+        """Gives ``child`` the first ``num_tokens`` computed tokens of ``parent``, with the same prompt.
 
-        Whole blocks are shared; a block that either sequence would write is copied. If a window slides in
-        place, no step of ``parent`` may be in flight. Sets ``tables``, ``num_computed`` and ``num_cached`` of
-        the child.
+        Whole blocks are shared; a block still to be written by either sequence is copied. If a window slides
+        in place, no step of ``parent`` may be in flight. Sets ``tables``, ``num_computed`` and ``num_cached``
+        of the child.
 
         Returns:
             False, with nothing changed, if there is not enough room, a window has moved on, or a block
