@@ -107,6 +107,17 @@ def _without_ids(body: AssistantMessage) -> tuple[str | None, list[tuple[str, An
         ("hermes", r'<tool_call>{"arguments": " {} ", "name": "f"}</tool_call>', None, [("f", " {} ")]),
         ("llama3_json", r'{"name": "get_time", "parameters": "{\"a\": 1}"}', None, [("get_time", '{"a": 1}')]),
         ("mistral", r'[TOOL_CALLS][{"name": "f", "arguments": "{}"}]', None, [("f", "{}")]),
+        # A call that a stream has announced stays one. In vLLM, either all of a text is calls or none of it.
+        (
+            "hermes",
+            '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
+            [("get_time", "{}")],
+        ),
+        ("pythonic", "[get_time(), 5]", ", 5]", [("get_time", "{}")]),
+        ("pythonic", "[get_time()] and", "and", [("get_time", "{}")]),
+        ("pythonic", "[get_time()", None, [("get_time", "{}")]),
+        ("llama3_json", '{"name": "get_time", "parameters": {"a": 1', None, [("get_time", '{"a": 1')]),
         # The generic list.
         ("list", '[{"name": "get_weather", "parameters": {"city": "Paris"}}]', None, [("get_weather", PARIS)]),
         ("list", ' [ {"name": "get_time", "parameters": {}} , {"name": "get_time", "parameters": {}} ] ', None, [("get_time", "{}")] * 2),

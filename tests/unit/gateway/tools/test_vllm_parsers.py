@@ -88,65 +88,6 @@ def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
     return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
 
 
-NOON = ("get_time", "{}")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "mine", "theirs"),
-    [
-        # Here, a call announced in a stream stays a call, whatever follows. In vLLM, either all of a text is
-        # calls or none of it.
-        (
-            "hermes",
-            '<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>',
-            ('<tool_call>{"name": "f", "arguments": {bad}}</tool_call>', [NOON]),
-            ('<tool_call>{"name": "get_time", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {bad}}</tool_call>', []),
-        ),
-        ("pythonic", "[get_time(), 5]", (", 5]", [NOON]), ("[get_time(), 5]", [])),
-        ("pythonic", "[get_time()] and", ("and", [NOON]), ("[get_time()] and", [])),
-        ("pythonic", "[get_time()", (None, [NOON]), ("[get_time()", [])),
-        # A call that was cut off stays a call.
-        (
-            "llama3_json",
-            '{"name": "get_time", "parameters": {"a": 1',
-            (None, [("get_time", '{"a": 1')]),
-            ('{"name": "get_time", "parameters": {"a": 1', []),
-        ),
-        # Text behind calls is kept.
-        ("hermes", '<tool_call>{"name": "get_time", "arguments": {}}</tool_call> and', ("and", [NOON]), (None, [NOON])),
-        ("llama3_json", '{"name": "get_time", "parameters": {}} and', ("and", [NOON]), (None, [NOON])),
-        # Without a marker, JSON is content unless it begins the answer and names a tool.
-        (
-            "llama3_json",
-            'Sure: {"name": "get_time", "parameters": {}}',
-            ('Sure: {"name": "get_time", "parameters": {}}', []),
-            (None, [NOON]),
-        ),
-        ("llama3_json", '{"name": "Ada", "parameters": {}}', ('{"name": "Ada", "parameters": {}}', []), (None, [("Ada", "{}")])),
-        ("pythonic", "[unknown()]", ("[unknown()]", []), (None, [("unknown", "{}")])),
-        # Arguments written as a string: the string's contents, not the string as JSON again.
-        (
-            "hermes",
-            r'<tool_call>{"name": "get_time", "arguments": "{\"a\": 1}"}</tool_call>',
-            (None, [("get_time", '{"a": 1}')]),
-            (None, [("get_time", r'"{\"a\": 1}"')]),
-        ),
-    ],
-)  # fmt: skip
-def test_where_the_gateways_parsers_differ_on_purpose(
-    codec: TextCodec, name: str, text: str, mine: tuple[Any, Any], theirs: tuple[Any, Any]
-) -> None:
-    own = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
-    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, [WEATHER, TIME])())
-    assert _as_written(body_of(own, text)) == mine
-    assert _as_written(body_of(other, text)) == theirs
-
-
-def _as_written(body: dict[str, Any]) -> tuple[Any, list[tuple[str, str]]]:
-    calls = [call["function"] for call in body.get("tool_calls", [])]
-    return body["content"], [(call["name"], call["arguments"]) for call in calls]
-
-
 @pytest.fixture
 def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces Mistral's parser.
