@@ -121,6 +121,16 @@ def test_a_window_is_found_only_after_its_copy_was_run() -> None:
         assert kv.usage == 0
 
 
+def test_a_sequence_as_large_as_the_memory_shortens_its_hit() -> None:
+    """All eight blocks are needed and none is left for a copy, so the hit ends at a whole block."""
+    kv = make_cache(FULL, chunk=2, num_blocks=9)
+    kv.release(prefill(kv, range(20, 27), chunk=2))
+    request = make_sequence([*range(20, 26), *range(50, 75)])
+    assert kv.prefixes.peek(request) == 6
+    assert kv.admit(request)
+    assert request.num_cached == 4
+
+
 def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
     """The origin's own copy stays queued, because the fork copies on from it."""
     kv = make_cache(FULL, chunk=2, block_size=8)

@@ -3,10 +3,39 @@
 import pytest
 
 from scheduler_svc.kv.block_pool import BlockPool
-from scheduler_svc.kv.groups import BlockLayout, FullGroup, InPlaceWindowGroup, PagedWindowGroup
+from scheduler_svc.kv.groups import BlockLayout, FullGroup, InPlaceWindowGroup, PagedWindowGroup, Table
 
 KEYS = [bytes([letter]) for letter in b"abcdefgh"]
 WHOLE = BlockLayout(block_size=4, chunk=4, hash_block_size=4, hit_stride=1)
+HALVES = BlockLayout(block_size=4, chunk=2, hash_block_size=2, hit_stride=1)
+
+
+def cached(group: FullGroup, count: int, *, without: str = "") -> Table:
+    """Returns a table with ``count`` indexed hash blocks, except those of the letters in ``without``."""
+    per_block = 2 if group._layout is HALVES else 1
+    table = Table(group.pool.allocate(-(-count // per_block)) or [])
+    for index in range(count):
+        if chr(KEYS[index][0]) not in without:
+            group.index(table, KEYS, index, index + 1)
+    return table
+
+
+def test_indexing_includes_copied_content() -> None:
+    """A block that began as a copy is found at each of its hash blocks once it is written on."""
+    group = FullGroup(BlockPool(9), HALVES)
+    table = Table(group.pool.allocate(1) or [])
+    assert group.index(table, KEYS, 1, 2) == [0, 1]
+    assert table.blocks[0].keys == KEYS[:2]
+
+
+def test_a_paged_window_hit_may_end_inside_a_block() -> None:
+    """Window 3, cached ``[- -][c -]``: a hit at 6 tokens sees positions 4 and 5, which are copied."""
+    group = PagedWindowGroup(BlockPool(9), HALVES, 3)
+    table = cached(group, 3, without="ab")
+    assert table.blocks[1].keys == [b"c"]
+    assert group.longest_hit(KEYS, 4) == 3
+    taken, source = group.take_hit(KEYS, 3)
+    assert (taken.blocks, taken.first, source) == ([group.pool.null], 1, table.blocks[1])
 
 
 @pytest.mark.parametrize(("window", "chunk", "most"), [(4, 4, 3), (8, 4, 4), (1, 4, 2), (5, 8, 4)])
