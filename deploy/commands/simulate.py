@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from protos.service.help import ArgumentParser
 from protos.service.logs import configure
 from protos.service.settings import load
 from scheduler_svc.settings import Settings
-from scheduler_svc.simulation.capacity import find_rate
+from scheduler_svc.simulation.capacity import STEADY_S, Limits, Simulate, find_rate
 from scheduler_svc.simulation.generator import KINDS, Range, generate
 from scheduler_svc.simulation.plot import svg
 from scheduler_svc.simulation.requests import SimulatedRequest
@@ -230,12 +231,13 @@ def _check_learn(options: argparse.Namespace, *, has_requests: bool) -> None:
             raise ConfigurationRefused(f"--{name} needs requests: --trace or --generate")
 
 
-def _requests(options: argparse.Namespace) -> list[SimulatedRequest]:
+def _requests(options: argparse.Namespace, count: int | None = None) -> list[SimulatedRequest]:
+    """Reads or makes the requests; `count` is for made ones without a number of their own."""
     fields = ("rate", "prompt_tokens", "output_tokens", "shared_tokens", "turns", "pause_s", "seed")
     given = {name: value for name in fields if (value := getattr(options, name)) is not None}
     if options.generate:
-        if options.requests:
-            given["requests"] = options.requests
+        if number := options.requests or count:
+            given["requests"] = number
         return generate(replace(KINDS[options.generate], **given))
     if given:
         raise ConfigurationRefused(
@@ -283,8 +285,24 @@ def _run(
         return found | run(requests)
     if not limits:
         raise ConfigurationRefused("--find rate needs a limit, such as --ttft-p99 1s")
+    return found | _find_rate(options, requests, run, limits)
+
+
+def _find_rate(
+    options: argparse.Namespace, requests: Sequence[SimulatedRequest], run: Simulate, limits: Limits
+) -> dict[str, Any]:
+    """Returns the highest rate and its figures, from as many requests as a queue needs to grow."""
     rate, figures = find_rate(requests, run, limits, _show_try)
-    return found | {"rate": rate} | figures
+    needed = math.ceil(rate * STEADY_S)
+    if len(requests) < needed:
+        if options.generate and not options.requests:
+            return _find_rate(options, _requests(options, 2 * needed), run, limits)
+        print(
+            f"{len(requests)} requests last {len(requests) / rate:.0f} s at {rate:.3g} requests/s, too short for a"
+            f" queue to grow: the rate is too high. Give {needed} requests or more",
+            file=sys.stderr,
+        )
+    return {"rate": rate} | figures
 
 
 def _settings(flags: Sequence[str]) -> SimulatedSettings:

@@ -6,6 +6,8 @@ from typing import Any, Final
 from protos.errors import ConfigurationRefused
 from scheduler_svc.simulation.requests import SimulatedRequest, retimed, split_turns
 
+STEADY_S: Final = 60.0
+"""Seconds of traffic after which a queue that grows is long enough to break a limit."""
 _PRECISION: Final = 0.02
 _MOST_DOUBLINGS: Final = 24
 

@@ -49,11 +49,14 @@ def test_the_table_and_the_json_have_the_same_figures(
     assert [line.split()[0] for line in lines[2:4]] == ["a", "b"]
 
 
-def test_find_rate_ends_where_the_limit_breaks(files: list[str], tmp_path: Path) -> None:
+def test_find_rate_ends_where_the_limit_breaks(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One worker has two slots; a request takes 80 ms of chunks and at most 40 ms of decode steps."""
     figures = simulated(tmp_path, *files, "--find", "rate", "--ttft-p99", "300ms")
     assert 6 < figures["rate"] < 14
     assert 0.15 < figures["ttft_s"]["p99"] <= 0.3
+    assert "40 requests last 4 s" in capsys.readouterr().err
     twice = simulated(tmp_path, *files, "--find", "rate", "--ttft-p99", "300ms", "--replicas", "2")
     assert twice["rate"] > 1.6 * figures["rate"]
 
