@@ -137,16 +137,26 @@ def places_held(quick: bool) -> Figures:
         holders = streams(64, 1, prompt, 4000, tenant="a")
         late = [SimulatedRequest(20.0 + 3 * number, 1000, 100, tenant="b") for number in range(3)]
         model = Watched(holders + late, num_blocks=blocks)
-        found = model.run()
+        tenants, charged = model.engine.waiting.tenants, Counter[str]()
+        with mock.patch.object(tenants, "charge", _counted(tenants.charge, charged)):
+            found = model.run()
         figures[f"{name}: longest wait, s"] = Figure(found["tenants"]["b"]["ttft_s"]["p99"], 2.6)
         if name == "slots":
             figures[f"{name}: preemptions for three requests"] = Figure(found["preemptions"], 3)
         assert found["preemptions"], "the tenant holds every place"
-        charged = model.engine.waiting.tenants["a"] / (64 * (prompt + 4000))
-        figures[f"{name}: tokens charged by tokens served"] = Figure(charged, 1.0)
+        served = 64 * (prompt + 4000)
+        figures[f"{name}: tokens charged by tokens served"] = Figure(charged["a"] / served, 1.0)
         if quick:
             break
     return figures
+
+
+def _counted(charge: Callable[[str, int], None], charged: Counter[str]) -> Callable[[str, int], None]:
+    def counted(tenant: str, tokens: int) -> None:
+        charged[tenant] += tokens
+        charge(tenant, tokens)
+
+    return counted
 
 
 def places_swing(quick: bool) -> Figures:
