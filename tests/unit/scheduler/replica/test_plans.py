@@ -171,6 +171,18 @@ def test_as_many_plans_are_in_flight_as_the_worker_takes(depth: int) -> None:
     assert rig.scheduler.next_plan() is None
 
 
+def test_a_drained_replica_sends_nothing_until_all_plans_are_answered() -> None:
+    rig = replica(lease_steps=1, depth=3)
+    decoding(rig, 40)
+    plans = [planned(rig), planned(rig)]
+    rig.scheduler.drain()
+    for plan in plans:
+        assert rig.scheduler.next_plan() is None
+        answer(rig, plan)
+    rig.run()
+    assert rig.sinks["r0"].tokens == expected_tokens([5], 40)
+
+
 def test_a_request_that_ends_by_its_length_is_left_out() -> None:
     """The plan behind its last step has the other rows, and nothing waits for its result."""
     rig = replica()
