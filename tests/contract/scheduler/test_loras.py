@@ -11,8 +11,8 @@ from scheduler_svc.api import lora_service
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_pool_worker import FakePoolWorker
+from tests.support.scheduler.fake_rank import FakeRank, rank_process
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.scheduler.ranks.fake_rank import FakeRank, rank_process
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
     failure,

@@ -11,7 +11,7 @@ from protos.triptych.v1 import inference_pb2, registry_pb2
 from scheduler_svc.replica.quarantine import Loss
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
-from tests.support.scheduler.ranks.fake_rank import FakeRank, RegisteredRank, rank_process, register_rank
+from tests.support.scheduler.fake_rank import FakeRank, RegisteredRank, rank_process, register_rank
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
     generate_request,
