@@ -327,6 +327,8 @@ class ReplicaScheduler:
 
     def _steps_per_result(self, rows: int, steps: int) -> int:
         """Returns how many of these decode steps the worker may answer together."""
+        if steps == 1:
+            return 1
         interval_s = self._event_interval_s
         if interval_s is None:
             interval_s = _LARGE_BATCH_INTERVAL_S if rows >= _LARGE_BATCH else 0.0
