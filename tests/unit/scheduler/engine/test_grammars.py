@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protos.errors import Overloaded, Unavailable
+from protos.errors import InvalidArgument, Overloaded, Unavailable
 from protos.steps import SlotOutput, StepResult
 from scheduler_svc.engine.engine import MOST_GRAMMAR_LOSSES
 from scheduler_svc.engine.grammar_queue import MAX_OPEN_PER_TENANT
@@ -112,6 +112,34 @@ def test_a_token_forgives_lost_grammars() -> None:
         rig.submit(make_submission(request_id=f"urgent{number}", max_tokens=1))
     assert len(sink.tokens) == 2
     assert sink.events[-1].error is None
+
+
+def test_a_replica_that_refused_is_asked_again_when_the_other_is_lost() -> None:
+    """After one replica refused and the other was lost, the first one compiles the grammar."""
+    rig, made = one_replica()
+    Compiler(rig, "b")
+    sink = rig.submit(constrained("one"))
+    rig.engine.grammar_refused("a", A, Overloaded("busy"))
+    rig.engine.detach("b", Loss.DIED)
+    assert made.asked == [A, A]
+    rig.engine.grammar_compiled("a", A)
+    rig.run()
+    assert sink.tokens == expected_tokens((5, 6, 7), 8)
+
+
+def test_the_grammar_of_a_lost_replica_is_compiled_elsewhere() -> None:
+    """A skipped request waits for its grammar again when no replica has it."""
+    rig, _ = one_replica()
+    other = Compiler(rig, "b")
+    sinks = [rig.submit(constrained(name)) for name in ("first", "second")]
+    rig.engine.grammar_compiled("a", A)
+    rig.engine.grammar_refused("b", A, Overloaded("busy"))
+    assert other.asked == [A]
+    rig.engine.detach("a", Loss.DIED)
+    assert other.asked == [A, A]
+    rig.engine.grammar_refused("b", A, InvalidArgument("bad"))
+    for sink in sinks:
+        assert isinstance(sink.events[-1].error, InvalidArgument)
 
 
 def test_other_requests_pass_one_without_room_on_its_replica() -> None:
