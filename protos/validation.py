@@ -84,13 +84,7 @@ def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
 def count_values(
     request: inference_pb2.PoolRequest | common_pb2.PoolingParams, num_tokens: int, vector_size: int
 ) -> int:
-    """Returns the number of values in a pooling request's result.
-
-    Args:
-        request: names the task and the number of values to keep.
-        num_tokens: of its prompt.
-        vector_size: values of a vector of the model.
-    """
+    """Returns the number of values in the result of a pooling request with a prompt of `num_tokens`."""
     size = request.dimensions or vector_size
     return size * num_tokens if request.task in TOKEN_TASKS else size
 

@@ -14,16 +14,12 @@ from protos.errors import Overloaded, TriptychError
 _RETRY_AFTER_MS: Final = 1000
 
 TENANT: Final = ContextVar("TENANT", default="")
-"""Whose request the task serves, for bounds that hold for each tenant."""
+"""The tenant of the task's request, for bounds per tenant."""
 
 
 class UnreadLimits:
     """The bounds, and all readers with unread output."""
 
-    per_reader: int
-    """Most unread tokens of a reader."""
-    total: int
-    """Most unread tokens of all readers."""
     num_tokens: int
     """Unread tokens of all readers."""
     behind: "set[UnreadTokens]"
@@ -56,7 +52,7 @@ class UnreadLimits:
         return UnreadTokens(self, on_end)
 
     def check(self, last: "UnreadTokens") -> None:
-        """Ends a reader if a bound is exceeded, given the reader whose count has grown."""
+        """Ends a reader if a bound is exceeded; `last` is the reader with new output."""
         if last.num > self.per_reader:
             self._end(last, f"more than {self.per_reader} {self._unit} of it wait", self._flags[0])
         elif self.num_tokens > self.total:

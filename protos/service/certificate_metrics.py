@@ -1,4 +1,4 @@
-"""The days that a service's certificates have left, for its metrics."""
+"""The remaining days of a service's certificates, for its metrics."""
 
 from collections.abc import Iterator
 
@@ -9,16 +9,16 @@ from protos.service.tls import Expiries
 
 
 class CertificateDays(Collector):
-    """A gauge with a series for each setting that names certificates whose end is known."""
+    """A gauge of remaining days, with a series for each setting whose certificates have a known end."""
 
     def __init__(self, name: str) -> None:
-        """Names the gauge; it has no series yet."""
+        """Names the gauge, at first without series."""
         self._name = name
         self.expiries: list[Expiries] = []
         """Of the certificates in use."""
 
     def days_left(self) -> dict[str, float]:
-        """Returns the days that each certificate has left, by setting; negative after its end."""
+        """Returns the remaining days of each certificate, by setting; negative after its end."""
         return {flag: days for each in self.expiries for flag, days in each.days_left().items()}
 
     def collect(self) -> Iterator[Metric]:

@@ -31,7 +31,7 @@ class SecuredChannel(grpc.aio.Channel):
         version: Callable[[], int],
         tokens: ServiceTokens | None,
     ) -> None:
-        """Opens the first channel; `version` returns another number once the certificates have changed."""
+        """Opens the first channel; `version` returns another number after a change of the certificates."""
         self._connect = connect
         self._version = version
         self._tokens = tokens
@@ -40,8 +40,7 @@ class SecuredChannel(grpc.aio.Channel):
         self._retired: set[asyncio.Task[None]] = set()
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def current(self) -> grpc.aio.Channel:
-        """Returns the channel for new calls."""
+    def _current(self) -> grpc.aio.Channel:
         version = self._version()
         if version != self._seen:
             self._seen = version
@@ -54,15 +53,23 @@ class SecuredChannel(grpc.aio.Channel):
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
 
-    def track(self, call: Any) -> None:
-        """Remembers a call, to cancel it when the channel closes."""
-        self._calls.add(call)
+    def _method(self, kind: str, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
+        """Returns a method of a service, called on whichever channel is current."""
+        used: grpc.aio.Channel | None = None
+        method: Callable[..., Any]
 
-    def with_token(self, metadata: Any) -> Any:
-        """Returns a call's metadata with the token."""
-        if self._tokens is None:
-            return metadata
-        return (*(metadata or ()), (METADATA_KEY, self._tokens.authorization))
+        def call(*call_args: Any, metadata: Any = None, **call_options: Any) -> Any:
+            nonlocal used, method
+            channel = self._current()
+            if channel is not used:
+                used, method = channel, getattr(channel, kind)(*args, **options)
+            if self._tokens is not None:
+                metadata = (*(metadata or ()), (METADATA_KEY, self._tokens.authorization))
+            running = method(*call_args, metadata=metadata, **call_options)
+            self._calls.add(running)
+            return running
+
+        return call
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,67 +86,44 @@ class SecuredChannel(grpc.aio.Channel):
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Returns the state of the channel for new calls."""
-        return self.current().get_state(try_to_connect=try_to_connect)
+        return self._current().get_state(try_to_connect=try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Waits for another state of the channel for new calls."""
-        await self.current().wait_for_state_change(last_observed_state)
+        await self._current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Waits until the channel for new calls is connected."""
-        await self.current().channel_ready()
+        await self._current().channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a method from a message to a message."""
-        return _Method(self, "unary_unary", args, kwargs)
+        return self._method("unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a method from a message to several messages."""
-        return _Method(self, "unary_stream", args, kwargs)
+        return self._method("unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a method from several messages to a message."""
-        return _Method(self, "stream_unary", args, kwargs)
+        return self._method("stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a method that takes and returns several messages."""
-        return _Method(self, "stream_stream", args, kwargs)
-
-
-class _Method:
-    """A method of a service, called on whichever channel is current."""
-
-    def __init__(
-        self, channel: SecuredChannel, kind: str, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        self._channel = channel
-        self._kind = kind
-        self._args = args
-        self._kwargs = kwargs
-        self._on: grpc.aio.Channel | None = None
-        self._method: Callable[..., Any]
-
-    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        channel = self._channel.current()
-        if channel is not self._on:
-            self._on = channel
-            self._method = getattr(channel, self._kind)(*self._args, **self._kwargs)
-        call = self._method(*args, metadata=self._channel.with_token(metadata), **kwargs)
-        self._channel.track(call)
-        return call
+        """Returns a method from several messages to several messages."""
+        return self._method("stream_stream", args, kwargs)
 
 
 @dataclass(frozen=True)
 class LinkSecurity:
     """The protection of a service's gRPC connections; none without arguments.
 
-    Unix sockets have no TLS: their files' permissions protect them. Calls through them carry the token, too.
+    Unix sockets work without TLS, protected by file permissions. Calls through them also carry the token.
     """
 
     certificates: Certificates | None = None
     """For TLS; `None` for plain connections."""
     tokens: ServiceTokens | None = None
-    """Tokens that calls send and a server requires; `None` for no check."""
+    """Sent by calls, and required by a server; `None` for no check."""
     require_client_cert: bool = False
     """Whether a server refuses clients without a certificate signed by the CA."""
     peer_name: str | None = None
@@ -232,7 +216,7 @@ _REFUSALS: Final = {
 async def wait_until_ready(channel: grpc.aio.Channel, address: str) -> None:
     """Waits until a channel is connected; logs each refusal by either end once.
 
-    A peer that is not up yet is no refusal.
+    A peer before its start is no refusal.
     """
     log, logged, watch = get_logger(address=address), set(), None
     try:

@@ -24,7 +24,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> "ConfigFile":
-        """Reads a file; refuses one that cannot be read or is not such a file."""
+        """Reads a file; refuses unreadable and malformed files."""
         try:
             content = parse_yaml(path.read_bytes())
         except OSError as error:
@@ -45,7 +45,7 @@ class ConfigFile:
         Args:
             fields: the command's sections, and for each name in them its field.
             own: names allowed at the top level.
-            fixed: names that the command sets itself, and why.
+            fixed: names set by the command itself, and why.
         """
         values = _without_no(self.shared, own)
         self._check(values, own, fixed, "")

@@ -1,4 +1,4 @@
-"""The meaning of an environment's variables of vLLM and its NPU plugins, and misspelled ones of ours."""
+"""The meaning of environment variables of vLLM and its NPU plugins, and of misspelled names of ours."""
 
 import difflib
 import re
@@ -81,7 +81,7 @@ def _variables() -> dict[str, Variable]:
 VARIABLES: Final[Mapping[str, Variable]] = _variables()
 """All known variables of other programs, by name."""
 OWN: Final = frozenset(names("triptych"))
-"""Our own variables, of every service: a container may have those of all."""
+"""The variables of all our services: a container may set those of every service."""
 _OWN_FAMILY: Final = "TRIPTYCH_"
 
 
@@ -114,9 +114,9 @@ class Reading:
 
 
 def read(environment: Mapping[str, str]) -> list[Reading]:
-    """Returns the meaning of each variable of the other programs, and the unknown ones of ours, by name.
+    """Returns the meanings of the other programs' variables and of our unknown variables, sorted by name.
 
-    Empty variables are left out, and those that Kubernetes may have set for a service of such a name.
+    Omits empty variables, and those set by Kubernetes for a service of such a name.
     """
     return [
         _read(name, value)
@@ -127,7 +127,7 @@ def read(environment: Mapping[str, str]) -> list[Reading]:
 
 
 def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> None:
-    """Reports each ignored or unknown variable; a rejected one is refused, and nothing is reported then."""
+    """Reports each ignored or unknown variable. Refuses a rejected variable, before any report."""
     readings = read(environment)
     for reading in readings:
         if reading.kind is Kind.REJECTED:
@@ -141,7 +141,7 @@ def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> 
 
 
 def check_for_service(environment: Mapping[str, str]) -> None:
-    """Logs a warning for each ignored or unknown variable; refuses a rejected one."""
+    """Logs a warning for each ignored or unknown variable; refuses a rejected variable."""
     # Imported here, as above.
     from protos.service.logs import get_logger
 

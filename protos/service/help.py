@@ -20,7 +20,7 @@ _FULL: Final = ("all", "page")
 
 
 class ParserWanted(BaseException):
-    """Raised instead of reading a command line, for a caller that wants the parser only."""
+    """Raised instead of reading a command line, for a caller who wants only the parser."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         super().__init__()
@@ -123,13 +123,7 @@ _LIKENESS = 0.7
 
 
 def unknown_arguments(arguments: Sequence[str], known: Collection[str], given: Sequence[str]) -> str:
-    """Returns the refusal of unknown arguments; it names a flag without its value.
-
-    Args:
-        arguments: the rest of the command line.
-        known: all flags.
-        given: the whole command line.
-    """
+    """Returns the refusal of the arguments left of the command line `given`, without a flag's value."""
     flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
     flag = next((name for name in flags if name.strip("-")), None)
     if flag is None:

@@ -33,7 +33,7 @@ class _UnfailingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes `text`, or drops it."""
+        """Writes or drops a text."""
         with contextlib.suppress(*_UNWRITABLE):
             self._stream.write(text)
         return len(text)
@@ -47,7 +47,7 @@ class _UnfailingStream:
 def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat = "json") -> None:
     """Sends the logs of this process to standard error, and warnings of libraries that use ``logging``.
 
-    Every line has the name of the service. Unwritable lines, such as to a full disk, are dropped.
+    Every line names the service. Unwritable lines, such as to a full disk, are dropped.
     """
     stream = _UnfailingStream(sys.stderr)
     shared: list[structlog.types.Processor] = [
@@ -75,7 +75,7 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
 
 
 def _escape(_: object, __: str, entry: structlog.types.EventDict) -> structlog.types.EventDict:
-    """Escapes control characters, such as those that move a terminal's cursor: ids are the clients' own."""
+    """Escapes control characters, such as cursor movements: clients choose their own ids."""
     for name, value in entry.items():
         if isinstance(value, str) and name != "exception" and not value.isprintable():
             entry[name] = value.encode("unicode_escape").decode()
@@ -83,13 +83,13 @@ def _escape(_: object, __: str, entry: structlog.types.EventDict) -> structlog.t
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
-    """Returns a logger that adds these fields to every line."""
+    """Returns a logger with these fields on every line."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(**bound)
     return logger
 
 
 def bind_request(request_id: str) -> AbstractContextManager[Any]:
-    """Adds ``request_id`` to every line that is logged within the ``with`` block."""
+    """Adds ``request_id`` to every line logged within the ``with`` block."""
     return structlog.contextvars.bound_contextvars(request_id=request_id)
 
 

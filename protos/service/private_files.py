@@ -1,8 +1,8 @@
-"""Files and folders that only this user, or root, can have made or changed.
+"""Files and folders made and changed only by this user or root.
 
-Whoever owns a folder, or may write to it, decides what we load from it and which files we overwrite there. So
-folders are checked before use, files of secrets each time they are read, and no file is written through a
-link. A secret that a setting names may be anybody's, since a container's user rarely owns what is mounted.
+The owner of a folder, and everyone with write access, controls the files loaded from it and overwritten
+there. So folders are checked before use, files of secrets on each reading, and no file is written through a
+link. A secret named by a setting may belong to anybody: a container's user rarely owns mounted files.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def check(path: Path, what: str, remedy: str) -> None:
-    """Refuses what others may have changed. Of a link, both owners count, and its target's mode.
+    """Refuses a path open to changes by others. For a link, both owners count, and its target's mode.
 
     Args:
-        path: a file or folder that exists.
-        what: names it in the refusal, such as "the run dir".
-        remedy: what else to do, such as "choose another --run-dir".
+        path: an existing file or folder.
+        what: its name in the refusal, such as "the run dir".
+        remedy: the advice, such as "choose another --run-dir".
 
     Raises:
         ConfigurationRefused: names path, owner and mode.
@@ -36,7 +36,7 @@ def check(path: Path, what: str, remedy: str) -> None:
 
 
 def make_folder(path: Path, what: str, remedy: str, *, mode: int = 0o700) -> None:
-    """Makes a folder with its parents, closed to others; refuses an existing one as `check` does."""
+    """Makes a folder with its parents, closed to others; checks an existing folder with `check`."""
     for each in (*reversed(path.parents), path):
         if not each.is_dir():
             each.mkdir(mode=mode, exist_ok=True)
@@ -44,7 +44,7 @@ def make_folder(path: Path, what: str, remedy: str, *, mode: int = 0o700) -> Non
 
 
 def open_binary(path: Path, mode: str, *, buffering: int = -1) -> IO[bytes]:
-    """Opens a file as `Path.open` does, but never through a link; only we may write to a new one."""
+    """Opens a file as `Path.open` does, but never through a link; a new file is writable only by us."""
     return cast("IO[bytes]", open(path, mode, buffering, opener=_open))
 
 
@@ -67,12 +67,12 @@ def read_secret(path: Path, flag: str, most_bytes: int = -1) -> bytes:
     """Returns the content of a file on which the security of a service rests.
 
     Args:
-        path: may be a link: that is how secrets are mounted into containers.
+        path: may be a link, as in mounts of secrets into containers.
         flag: names the setting in refusals.
         most_bytes: stops reading after these; negative: reads all.
 
     Raises:
-        ConfigurationRefused: it cannot be read, or others may have changed it.
+        ConfigurationRefused: it cannot be read, or is open to changes by others.
     """
     try:
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
 
 
 def _is_trusted(uid: int) -> bool:
-    """Whether this is root, or we, or in a user namespace whoever has no number there, as the host's root."""
+    """Whether this is root, or we, or in a user namespace an unmapped user, such as the host's root."""
     if uid in (0, os.geteuid()):
         return True
     has_all = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
@@ -117,7 +117,7 @@ def _is_trusted(uid: int) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether a group is root's, or has this user alone: many systems let such a group write by default.
+    """Whether a group is root's, or this user's only: many systems let such a group write by default.
 
     The group of a container's user, such as a pod's fsGroup, may be in no list: then the number decides.
     """

@@ -50,7 +50,7 @@ class Server:
         Args:
             service_names: full names of the services, for health and reflection ("triptych.v1.Inference").
             register: adds the servicers; called once.
-            max_concurrent_rpcs: calls that may run at once.
+            max_concurrent_rpcs: limit of calls at a time.
             security: the protection of connections and calls.
         """
         self._names = tuple(service_names)
@@ -132,7 +132,7 @@ class Server:
 
 
 def check_addresses(host: str, port: int, path: Path | None = None, security: LinkSecurity = PLAIN) -> None:
-    """Binds a server's addresses for a moment; refuses those that cannot be bound."""
+    """Binds a server's addresses for a moment; refuses an unusable address."""
 
     async def bind() -> None:
         server = Server((), lambda _: None, security=security)

@@ -37,7 +37,7 @@ CONFIG_VARIABLE: Final = "TRIPTYCH_CONFIG"
 
 _EMPTY: Final = "may be empty"
 MayBeEmpty: TypeAlias = Annotated[str, _EMPTY]
-"""A text whose empty value has a meaning, which its description tells."""
+"""A text whose empty value is valid; its description says why."""
 
 
 class Group(StrEnum):
@@ -89,7 +89,7 @@ class ServiceSettings(BaseSettings):
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
     """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre, or its several names."""
     reference_opposites: ClassVar[Mapping[str, str]] = {}
-    """By field: another stack's variable that turns the field off if it is true."""
+    """By field: another stack's variable; true turns the field off."""
     also_set_by: ClassVar[Mapping[str, str]] = {}
     """By field: another field whose flag, variable or file entry may set it."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
@@ -101,11 +101,11 @@ class ServiceSettings(BaseSettings):
     section: ClassVar[str] = ""
     """The section of a configuration file with the fields of the class that declares it."""
     file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """By section: names in a configuration file that set another field, or none if the field is empty."""
+    """By section: names in a configuration file for another field; an empty field stands for none."""
     common: ClassVar[tuple[str, ...]] = ()
-    """The fields that ``--help`` shows; empty for every field, which ``--help-all`` always shows."""
+    """The fields in ``--help``; empty for every field, as always in ``--help-all``."""
     positional: ClassVar[str] = ""
-    """A field that may also be the argument without a flag."""
+    """A field whose value may also be given without a flag."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
@@ -166,7 +166,7 @@ def group_of(cls: type[BaseSettings], field: str) -> Group | None:
 
 
 def reference_variables(cls: type[BaseSettings], field: str) -> tuple[str, ...]:
-    """Returns the variables of other stacks that set a field."""
+    """Returns the variables of other stacks for a field."""
     names: str | tuple[str, ...] = declared(cls, "reference_names").get(field, ())
     return (names,) if isinstance(names, str) else names
 
@@ -186,9 +186,9 @@ _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
 class _OwnVariables(EnvSettingsSource):
-    """Our variables, without those of fixed fields and the addresses that Kubernetes sets as ports.
+    """Our variables, except for fixed fields and for addresses set by Kubernetes as ports.
 
-    Compose files pass what a user left unset as an empty variable, so it counts only if empty has a meaning.
+    Compose files pass an unset variable as empty: an empty value counts only where it is valid.
     """
 
     def __call__(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class _OwnVariables(EnvSettingsSource):
 
 
 class _ReferenceNames(PydanticBaseSettingsSource):
-    """The variables that ``ServiceSettings.reference_names`` and ``reference_opposites`` list."""
+    """The variables in ``ServiceSettings.reference_names`` and ``reference_opposites``."""
 
     # `field` is part of the base class's signature.
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
@@ -245,7 +245,7 @@ _BOOLEANS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off":
 # Descriptions say what an unset value means.
 _NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)|: \{\}|: None| factory: .*)\)$")
 
-# Types of settings with several values, one behind another.
+# Types of settings with several values in a row.
 _SEVERAL = {"tuple[str,...]": "VALUE", "tuple[SecretStr,...]": "KEY"}
 
 _METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,...", "dict[str,Any]": "JSON"}
@@ -255,7 +255,7 @@ class _Parser(SearchableHelp):
     """Prints the flags of a settings class under their headings, and raises errors instead of exiting."""
 
     config: str | None = None
-    """The configuration file that the command line names."""
+    """The configuration file of the command line."""
 
     def __init__(self, cls: type[ServiceSettings], known: Mapping[str, str]) -> None:
         prog = cls.model_config.get("cli_prog_name")
@@ -329,7 +329,7 @@ class _Parser(SearchableHelp):
             container.add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """Returns the help of the settings that people use, or of all if the class names none."""
+        """Returns the help of the common settings, or of all if the class names none."""
         common = self._settings.common
         return self.short_help(("help", "config", *common)) if common else self.full_help()
 
@@ -390,12 +390,12 @@ def _flags(
 def given_flags(
     cls: type[ServiceSettings], argv: Sequence[str], foreign: ForeignFlags | None = None
 ) -> set[str]:
-    """Returns the fields that a command line sets; the other arguments are those of `load`."""
+    """Returns the fields set by a command line; arguments as for `load`."""
     return set(_flags(cls, foreign.translate(argv) if foreign else argv, foreign)[1]())
 
 
 def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
-    """Returns the sections of a configuration file that set a class: by name, and the field of each name."""
+    """Returns the sections of a configuration file for a class: by section, the field of each name."""
     fixed = fixed_fields(cls)
     owners: dict[str, type[ServiceSettings]] = {
         vars(base)["section"]: base

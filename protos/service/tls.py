@@ -22,7 +22,7 @@ class CertificatePaths:
     """Where the PEM files are."""
 
     ca: Path
-    """The certificates that sign those of peers."""
+    """The certificates of the CA of all peers."""
     cert: Path | None = None
     """The service's own certificate, followed by intermediate certificates; `None` for a client without a
     certificate."""
@@ -43,21 +43,21 @@ class PemFile(NamedTuple):
     path: Path
     content: bytes
     is_ca: bool = False
-    """Whether it has CAs, of which some may be on their way out: the last to end counts, instead of the first
-    in the file."""
+    """Whether it contains CAs, maybe also an old one being replaced: the latest end counts, not the first
+    certificate."""
 
 
 class Expiries:
-    """When the certificates of a service end, by the setting that names their file."""
+    """The ends of a service's certificates, by the setting of their file."""
 
     def __init__(self, look: Callable[[], object]) -> None:
-        """Knows none yet; `look` reads files that have changed, for :meth:`note`."""
+        """Starts empty; `look` reads changed files, and so calls :meth:`note`."""
         self._look = look
         self._ends: dict[str, tuple[Path, float]] = {}
         self._reminded_s = -math.inf
 
     def note(self, *files: PemFile) -> None:
-        """Notes the ends of certificates that come into use; refuses files whose certificates have ended."""
+        """Notes the ends of new certificates; refuses expired certificates."""
         from cryptography import x509  # only services with TLS need it
 
         ends: dict[str, tuple[Path, float]] = {}
@@ -77,12 +77,12 @@ class Expiries:
         self._log_soon()
 
     def days_left(self) -> dict[str, float]:
-        """Returns the days that each certificate has left, by setting; negative after its end."""
+        """Returns the remaining days of each certificate, by setting; negative after its end."""
         self._look()
         return {flag: (end - time.time()) / _DAY_S for flag, (_, end) in self._ends.items()}
 
     def soon(self) -> list[str]:
-        """Describes the certificates that end within 30 days."""
+        """Describes the certificates with an end within 30 days."""
         lines = []
         for flag, (path, end) in self._ends.items():
             days = math.floor((end - time.time()) / _DAY_S)
@@ -104,7 +104,7 @@ class Expiries:
 
 
 async def keep_reminding(known: Iterable[Expiries]) -> None:
-    """Logs certificates that end soon, every day until it is cancelled: also while no connection is made."""
+    """Logs certificates close to their end every day until cancelled, even without connections."""
     while True:
         for each in known:
             each.remind()
@@ -115,14 +115,14 @@ class Certificates:
     """The certificates of a service, as gRPC takes them."""
 
     def __init__(self, paths: CertificatePaths) -> None:
-        """Reads the files; refuses missing, bad and expired ones, and a key of another certificate."""
+        """Reads the files; refuses missing, bad and expired files, and a key of another certificate."""
         self.expiries = Expiries(self.version)
         """When they end."""
         files = tuple(path for path in (paths.ca, paths.cert, paths.key) if path is not None)
         self._files = WatchedFiles(files, lambda: _read(paths, self.expiries))
 
     def version(self) -> int:
-        """Looks at the files; returns a number that grows with every change."""
+        """Looks at the files; returns a number, higher after every change."""
         self._files.get()
         return self._files.version
 
@@ -189,7 +189,7 @@ class WatchedFiles(Generic[T]):
     """The content of some files, as a value. Any thread may read it."""
 
     version: int
-    """Grows whenever the content has changed."""
+    """Grows with every change of the content."""
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
         """Reads the files with `read`, and again when they change."""

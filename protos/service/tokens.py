@@ -25,7 +25,7 @@ class ServiceTokens:
     """A service's accepted tokens; it sends the first."""
 
     def __init__(self, *, token: str | None = None, file: Path | None = None) -> None:
-        """Takes one token, or reads a file with one per line, which may change. No refusal shows a token."""
+        """Takes a token, or watches a file with a token per line. No refusal shows a token."""
         self._fixed = (_checked(token.encode(), "--service-token"),) if token is not None else ()
         self._file = WatchedFiles((file,), lambda: _read(file)) if file is not None else None
 

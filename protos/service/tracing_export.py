@@ -35,7 +35,7 @@ class OtlpSpan:
     """Implements `protos.service.tracing.Span`."""
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
-        """Wraps a span that is sampled."""
+        """Wraps a sampled span."""
         self._tracer = tracer
         self._span = span
         self._context = trace.set_span_in_context(span, Context())
@@ -99,7 +99,7 @@ class OtlpTracer:
         """Exports to `endpoint`; needs no collector to be there.
 
         Raises:
-            ConfigurationRefused: the endpoint does not fit the protocol that OpenTelemetry's variables name.
+            ConfigurationRefused: the endpoint does not fit the protocol in OpenTelemetry's variables.
         """
         resource = Resource.create()
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
