@@ -151,3 +151,19 @@ async def test_parameters_reach_the_template(
     worker: TextWorker, codec: TextCodec, fields: dict[str, Any], text: str
 ) -> None:
     assert await encoded(worker, with_template(codec, SOURCE), **fields) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "low"},
+        {"documents": [{"a": "b"}]},
+        {"chat_template_kwargs": {"mood": 1}},
+    ],
+)
+async def test_parameters_that_the_template_does_not_read(
+    worker: TextWorker, codec: TextCodec, fields: dict[str, Any]
+) -> None:
+    """They change nothing, so they are accepted."""
+    plain = with_template(codec, "{{ messages[0].content }}")
+    assert await encoded(worker, plain, **fields) == "hi"

@@ -156,3 +156,19 @@ def test_the_number_of_parts_is_bounded(item: dict[str, Any]) -> None:
     """Checking hundreds of thousands takes a second, in which all streams stand still."""
     with pytest.raises(InvalidArgument, match="has 20000 parts; send at most 16384"):
         request(input=[item])
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, "json_object"),
+        ({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}, "json_schema"),
+    ],
+)
+def test_the_form_of_the_text_constrains_the_answer(form: dict[str, Any], kind: str | None) -> None:
+    """As the chat's response_format would; errors name the client's parameter."""
+    found = chat(text={"format": form, "verbosity": "low"})
+    constraint = found.constraint()
+    assert (constraint and constraint.WhichOneof("spec")) == kind
+    assert found.constraint_param == "text.format"

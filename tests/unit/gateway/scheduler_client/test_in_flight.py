@@ -212,6 +212,28 @@ async def test_a_failure_comes_after_earlier_events() -> None:
     assert len(aborted) == 2
 
 
+def test_partial_prompt_logprobs_are_requested_again() -> None:
+    """They arrive in parts while the prompt is computed, and a new scheduler sends all of them again."""
+    pending = EventReader(
+        Subscription([inference.GenerateRequest(request_id="r")], lambda *_: None)
+    ).requests[0]
+    pending.request.prompt_token_ids.extend([1, 2, 3, 4])
+    pending.request.sampling.prompt_logprobs = 1
+    parts = [inference.GenerateEvent(prompt_logprobs=[pb.TokenLogprobs(rank=rank)]) for rank in (1, 2, 3)]
+    pending.on_event(parts[0])
+    pending.on_event(parts[1])
+    collected = pending.prompt_logprobs
+    pending.prepare_resume()
+    assert (list(collected), pending.request.sampling.prompt_logprobs) == ([], 1)
+    assert pending.request.sampling.HasField("prompt_logprobs")
+    for part in parts:
+        pending.on_event(part)
+    assert [entry.rank for entry in collected] == [1, 2, 3]
+    pending.prepare_resume()
+    assert len(collected) == 3
+    assert not pending.request.sampling.HasField("prompt_logprobs")
+
+
 def make_with_prompt_logprobs(size: int = 1) -> EventReader:
     """Returns requests of two sequences that ask for the log-probabilities of three tokens."""
     sampling = pb.SamplingParams(prompt_logprobs=1)
@@ -270,3 +292,23 @@ def test_a_late_receiver_gets_everything() -> None:
 
     subscription.attach(Recorder())
     assert seen == [(0, 5), "full"]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_a_receiver_that_fails_ends_its_own_requests(is_plain: bool) -> None:
+    """The other requests of the step go on, and the requests that fail are aborted."""
+
+    class Broken(EventReader):
+        def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+            raise ZeroDivisionError
+
+    aborted: list[int | None] = []
+    requests = [inference.GenerateRequest(request_id="r")]
+    reader = Broken(Subscription(requests, lambda _, sequence: aborted.append(sequence)))
+    if is_plain:
+        reader.subscription.push_token(0, 1)
+    else:
+        put(reader, 0, event(1))
+    with pytest.raises(Internal, match="ZeroDivisionError"):
+        await reader.take()
+    assert aborted == [None]

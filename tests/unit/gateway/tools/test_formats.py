@@ -6,9 +6,10 @@ import pytest
 
 from gateway.generation.request_builder import show_tools_in_words
 from gateway.parsers.events import CallStart
+from gateway.parsers.reasoning import Thinking
 from gateway.settings import TOOL_FORMATS
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.formats import FORMATS, LIST, Callee, Shape, json_schema, structural
+from gateway.tools.formats import FORMATS, LIST, Callee, Shape, behind_thinking, json_schema, structural
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
 
@@ -146,3 +147,22 @@ def test_annotations_are_removed_from_schemas() -> None:
         "not": {},
     }
     assert json_schema(True)["json_schema"] is True
+
+
+@pytest.mark.parametrize(
+    ("at", "passing", "failing"),
+    [
+        (Thinking.OPEN, ["Hm.</think>{}", "\nHm.\n</think>\n\n{}", "<think>Hm.</think>{}"], ["{}", "Hm."]),
+        (Thinking.POSSIBLE, ["{}", "<think>Hm.</think>\n\n{}"], ["Hm.</think>{}"]),
+        (Thinking.OVER, ["{}"], ["<think>Hm.</think>{}"]),
+    ],
+)
+def test_a_constraint_begins_behind_the_thinking(
+    at: Thinking, passing: list[str], failing: list[str]
+) -> None:
+    """The grammar constrains only the text behind the thinking."""
+    constraint = structural(behind_thinking(at, json_schema({"type": "object", "properties": {}})))
+    for text in passing:
+        assert accepts(constraint, text)
+    for text in failing:
+        assert not accepts(constraint, text)
