@@ -12,7 +12,7 @@
     ├── TimedOut               the request waited longer than a setting allows; retry later
     ├── Unauthenticated        the call lacks the service token of the peer
     ├── SchemaMismatch         the two ends were built from different schemas
-    ├── ConfigurationRefused   settings unfit for one another or for this device
+    ├── ConfigurationRefused   settings unfit for each other or for this device
     ├── Unimplemented          a method unserved by this build
     ├── Aborted                aborted by the client, a closed stream or a deadline
     └── Internal               a bug or a fault inside Triptych
@@ -21,7 +21,7 @@
 Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
 as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
 status. Clients of gRPC lose a status above 8 KiB by default, so its texts take at most 2 KiB together;
-services accept more of one another.
+services accept longer texts from other services.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """The context of a call in a servicer's method."""
 
 MAX_METADATA_BYTES: Final = 128 * 1024
-"""Longest metadata that services accept of one another: a refusal may list a model's tensors."""
+"""Longest metadata accepted from other services: a refusal may list a model's tensors."""
 
 _MAX_STATUS_TEXT: Final = 2048
 """Bytes of a status' message and details as sent to any client."""
@@ -210,7 +210,7 @@ _BY_CODE: dict[int, type[TriptychError]] = {
 
 
 def print_end(service: str, error: Exception) -> None:
-    """Prints the reason of a service's end as one line of any length. A full disk changes no exit code."""
+    """Prints the reason of a service's end as a line of any length. A full disk changes no exit code."""
     message = error.message if isinstance(error, TriptychError) else str(error)
     with contextlib.suppress(OSError):
         sys.stderr.write(f"triptych {service}: {' '.join(message.split())}\n")

@@ -73,7 +73,7 @@ class Prefill:
     num_tokens: int
     """Real tokens; the rest of the bucket is padding."""
     sample: bool
-    """Whether the chunk ends the known tokens, so that the worker samples the next one."""
+    """Whether this is the last chunk of the known tokens: the worker samples the next token."""
     bucket: int = 0
     """Tokens of the graph; 0 for the largest."""
 
@@ -148,7 +148,7 @@ class StepPlan:
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
     interrupts: bool = False
-    """Whether it ends decode work that was sent before: the step that runs is its last one."""
+    """Whether it ends earlier decode work after the running step."""
     context_tokens: int = 0
     """Tokens that the first step attends to, for the scheduler's own use: not sent."""
 
@@ -179,7 +179,7 @@ class StepResult:
     """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in
     its order."""
     outputs: Sequence[SlotOutput] = ()
-    """Every other case, by slot; includes refused admissions. A slot of the work without one was skipped."""
+    """Every other case, by slot; includes refused admissions. A slot without output was skipped."""
     error: TriptychError | None = None
     """The whole step failed: there are no outputs, and the KV of its slots is undefined."""
     last: bool = True

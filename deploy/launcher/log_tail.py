@@ -26,11 +26,9 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def reason(path: Path, since: int) -> str:
-    """Returns a service's last line about its own end, or else its log's last line.
+    """Returns a service's last line about its own end, written after the first `since` bytes of its log.
 
-    Args:
-        path: its log.
-        since: the log's size before the service started.
+    Without such a line, returns the log's last line.
     """
     found = b""
     try:

@@ -74,6 +74,11 @@ def worker_spec(
     return ChildSpec(name, command, run_dir, environment, worker_flags=flags, has_log=has_log)
 
 
+def _kill_group(leader: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader.pid, signal.SIGKILL)
+
+
 def _reap_group(leader: int) -> None:
     """Reaps the killed rest of a group: as a container's first process, the launcher inherits orphans."""
     with contextlib.suppress(ChildProcessError):
@@ -162,7 +167,7 @@ class Child:
             return 0
         status = await process.wait()
         if self._process is process:
-            self._signal_group(process, signal.SIGKILL)
+            _kill_group(process)
             await asyncio.to_thread(_reap_group, process.pid)
             self._process = None
             self.spec.pid_file.unlink(missing_ok=True)
@@ -209,9 +214,4 @@ class Child:
     def kill(self) -> None:
         """Kills the process and its group at once."""
         if self._process is not None:
-            self._signal_group(self._process, signal.SIGKILL)
-
-    @staticmethod
-    def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            _kill_group(self._process)

@@ -180,11 +180,7 @@ class StackPlan:
 
     @classmethod
     def make(cls, settings: LaunchSettings, sockets: Path) -> Self:
-        """Chooses ports and builds the commands.
-
-        Args:
-            settings: the launcher's.
-            sockets: the absolute folder of the services' Unix sockets.
+        """Chooses ports and builds the commands; `sockets` is the absolute folder of the Unix sockets.
 
         Raises:
             ConfigurationRefused: A requested address is not free, or too few NPUs are visible.

@@ -81,7 +81,7 @@ def memory_note(count: int) -> str:
 
 @dataclass
 class _Standby:
-    """A process that waits."""
+    """A waiting process."""
 
     child: Child
     taken: asyncio.Event = field(default_factory=asyncio.Event)

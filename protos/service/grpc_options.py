@@ -1,14 +1,19 @@
 """Constants of every connection: the schema's revision, message limits and keepalive."""
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
 import grpc.aio
 
 from protos.errors import MAX_METADATA_BYTES
 from protos.triptych.v1 import common_pb2
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+"""A servicer's method, as interceptors return it."""
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
+"""The rest of the chain of interceptors."""
 
 # Increase it whenever an older peer would misread a message or lack a call. Peers exchange it when they
 # connect (Register, Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH.

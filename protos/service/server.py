@@ -4,9 +4,9 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,7 +15,13 @@ from grpc_reflection.v1alpha import reflection
 from protos.errors import ConfigurationRefused, Context, Overloaded, abort
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.service.channels import PLAIN, LinkSecurity
-from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
+from protos.service.grpc_options import (
+    MAX_SOCKET_PATH_BYTES,
+    SERVER_OPTIONS,
+    Continuation,
+    Handler,
+    unix_address,
+)
 
 
 def _is_listening(path: Path) -> bool:
@@ -131,7 +137,7 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def check_addresses(host: str, port: int, path: Path | None = None, security: LinkSecurity = PLAIN) -> None:
+def check_addresses(host: str, port: int, path: Path | None, security: LinkSecurity) -> None:
     """Binds a server's addresses for a moment; refuses an unusable address."""
 
     async def bind() -> None:
@@ -161,12 +167,8 @@ class CallLimit(grpc.aio.ServerInterceptor):
         self._running = 0
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         """Returns the method's handler, or a refusing handler."""
         if handler_call_details.method != _EXEMPT:
             if self._running >= self._max_calls:

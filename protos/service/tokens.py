@@ -3,13 +3,13 @@
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
 
 from protos.errors import ConfigurationRefused, Context, Unauthenticated, abort
+from protos.service.grpc_options import Continuation, Handler
 from protos.service.logs import get_logger
 from protos.service.private_files import read_secret
 from protos.service.tls import WatchedFiles
@@ -79,12 +79,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         self._log = get_logger()
 
     async def intercept_service(
-        self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]
-        ],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
         """Returns the method's handler, or a refusing handler."""
         method = str(handler_call_details.method)
         if method == _OPEN:
