@@ -56,6 +56,7 @@ async def test_the_line_of_a_refused_request_is_short_whatever_its_id(scheduler:
         name = "x" * 1_000_000
         await failure(scheduler.inference.Generate(generate_request(request_id=name)))
         await failure(scheduler.inference.Pool(pool_request([5], request_id=name)))
+        await until(lambda: len(request_lines(logs)) == 2)
     lines = request_lines(logs)
     assert [line["request_id"] for line in lines] == ["x" * MAX_REQUEST_ID_BYTES] * 2
 
