@@ -40,6 +40,11 @@ DESCRIPTION = description_from_proto(
             "--prefill-buckets 64,128 --max-num-batched-tokens 256",
             "must equal the largest chunk 256, not 128",
         ),
+        (
+            "--prefill-buckets 96,512 --block-size 64",
+            "prefill bucket 96 and block_size 64 must divide one another",
+        ),
+        ("--decode-bucket-strategy manual --decode-buckets 0,8", "manual buckets must be at least 1"),
         ("--block-size 0", "--block-size .TRIPTYCH_BLOCK_SIZE. should be greater than or equal to 1"),
         ("--ageing-s 0.00001", "--ageing-s .TRIPTYCH_AGEING_S. must be 0 or at least 0.001"),
         ("--tenant-weights paid=0", "the weight of paid must be above 0"),
