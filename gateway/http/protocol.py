@@ -1,6 +1,7 @@
 """HTTP connections: uvicorn's protocol, with bounds on the memory and time of clients."""
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -87,11 +88,13 @@ class PacedStarts:
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
+        # A pipelined request is added in the context of the request before, which must not reach others.
+        self._context = contextvars.copy_context()
 
     def add(self, credential: bytes, start: Callable[[], None]) -> None:
-        """Calls ``start`` in the loop's next turn, or in a later one if many of the credential wait."""
+        """Calls ``start`` in the loop's next turn, or later if many requests wait."""
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+            self._call_soon()
         self._waiting.setdefault(credential, deque()).append(start)
 
     def _turn(self) -> None:
@@ -104,7 +107,10 @@ class PacedStarts:
             if waiting:
                 self._waiting[credential] = waiting
         if self._waiting:
-            asyncio.get_running_loop().call_soon(self._turn)
+            self._call_soon()
+
+    def _call_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._turn, context=self._context)
 
 
 class DecliningParser:

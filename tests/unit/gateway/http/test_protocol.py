@@ -1,6 +1,7 @@
 """Connections of HTTP clients."""
 
 import asyncio
+from contextvars import ContextVar
 from functools import partial
 
 from gateway.http.protocol import PacedStarts
@@ -28,3 +29,14 @@ async def test_a_burst_delays_no_request_with_another_key() -> None:
     starts.add(b"alice", partial(begun.append, "alice"))
     await asyncio.sleep(0)
     assert begun[:2] == ["bob", "alice"]
+
+
+async def test_a_start_does_not_inherit_the_context_of_another_request() -> None:
+    """A pipelined request is added by the end of the answer before, in the context of that request."""
+    request_id = ContextVar("request_id", default="")
+    starts, seen = PacedStarts(), list[str]()
+    request_id.set("of the answer before")
+    starts.add(b"bob", lambda: seen.append(request_id.get()))
+    starts.add(b"alice", lambda: seen.append(request_id.get()))
+    await asyncio.sleep(0)
+    assert seen == ["", ""]
