@@ -61,7 +61,7 @@ def _uses_torch() -> bool:
 
 
 def prepare_process() -> None:
-    """Prepares the imports of libraries. Call it before torch and vLLM are imported."""
+    """Silences libraries and sets variables for them. Call it before torch and vLLM are imported."""
     silence_libraries()
     # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -131,7 +131,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up
     weights, for measurements."""
     trust_remote_code: bool = False
-    """Run a model's own Python code in this process."""
+    """Allow a model's own Python code to run in this process."""
     language_model_only: bool = False
     """Serve the text model of a multimodal checkpoint and leave its other weights unread. Without it, such
     checkpoints are refused."""
@@ -205,9 +205,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     grammar_threads: int = Field(2, ge=1, le=64)
     """Grammars compiled at the same time."""
     grammar_time_s: float = Field(5.0, ge=1, le=600)
-    """CPU time to compile a grammar, seconds."""
+    """Most CPU time to compile a grammar, seconds."""
     grammar_memory_mib: int = Field(1024, ge=64, le=1 << 20)
-    """Memory to compile a grammar, MiB."""
+    """Most memory to compile a grammar, MiB."""
     grammar_cache_mib: int = Field(256, ge=0, le=1 << 20)
     """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above
     this limit. 0: of the others, only the newest is kept."""
@@ -227,7 +227,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Host at which the scheduler connects to this worker. Default: the address that the registration comes
     from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)
-    """Report NOT_SERVING during a longer step, seconds."""
+    """Report NOT_SERVING while a step takes longer, seconds."""
     hang_timeout_s: float | None = Field(None, ge=0, le=86_400)
     """End the process when a step takes longer, so that its supervisor restarts it, seconds. Default: half as
     much again as the scheduler's --step-timeout-s. 0: never."""

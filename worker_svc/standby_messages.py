@@ -1,4 +1,4 @@
-"""The message to make a standby a worker. Launchers import it, so it imports almost nothing."""
+"""The message that turns a standby into a worker. Launchers import it, so it imports almost nothing."""
 
 import json
 from collections.abc import Mapping

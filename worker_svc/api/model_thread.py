@@ -18,7 +18,7 @@ R = TypeVar("R")
 MODEL_THREAD = "model"
 """The thread's name."""
 WAITING_THREAD = "device-wait"
-"""The name of the thread of waits for the device."""
+"""The name of the thread that waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class ModelThread:
     def submit(
         self, function: Callable[[], R], *, what: str = "call", limit_s: float = 0.0
     ) -> "asyncio.Future[R]":
-        """Queues a function and returns a future of its result, whose cancellation does not stop it.
+        """Queues a function and returns a future of its result; for `what` and `limit_s` see `Running`.
 
-        For `what` and `limit_s` see `Running`.
+        Cancelling the future does not stop the function.
         """
         future: asyncio.Future[R] = self._loop.create_future()
         self._tasks.put(_Task(function, future, what, limit_s))

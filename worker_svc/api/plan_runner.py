@@ -21,7 +21,7 @@ class Thread(Protocol):
         """Reports progress."""
 
     def defer(self, function: Callable[[], object]) -> None:
-        """Queues a function on the thread of waits for the device."""
+        """Queues a function on the thread that waits for the device."""
 
     def settle(self) -> None:
         """Waits for all deferred functions."""
@@ -237,7 +237,7 @@ class PlanRunner:
 
 
 def _check_size(plan: StepPlan, outputs: Sequence[SlotOutput]) -> None:
-    """Raises InvalidArgument for a result too large for a message, instead of an end of the stream."""
+    """Raises InvalidArgument for a result too large to send: gRPC would end the stream."""
     size = result_to_proto(plan, StepResult(plan.step, outputs=outputs)).ByteSize() if outputs else 0
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgument(

@@ -28,11 +28,11 @@ _LEAVE_TIMEOUT_S = 5.0
 
 _ALONE = RankLayout()
 
-# Errors beyond the help of a retry with the same settings. `Unimplemented` comes from another service. A
+# A retry with the same settings cannot fix these errors. `Unimplemented` comes from another service. A
 # scheduler of another release or with another token may have a successor that accepts.
 _FINAL = (ConfigurationRefused, InvalidArgument, Unimplemented)
 
-# So many equal faults before the worker serves are permanent.
+# A fault repeated so often before the worker serves counts as permanent.
 _MOST_FAULTS = 3
 
 
@@ -55,8 +55,8 @@ async def stay_registered(
     Args:
         scheduler: the scheduler's host:port or unix:path.
         worker_id: identifies this process.
-        host: the worker's host for the scheduler; empty for the origin of the call.
-        port: the worker's port for the scheduler.
+        host: the host at which the scheduler connects to the worker; empty for the call's origin.
+        port: the port there.
         rank: this process' place in its replica.
         replica_id: the replica's name; empty for a generated name.
         on_hung: called with the reason when the scheduler gives the worker up after a step's timeout.
@@ -66,7 +66,7 @@ async def stay_registered(
         security: the connection's protection.
 
     Raises:
-        ConfigurationRefused: if the scheduler refuses this worker and a retry is useless.
+        ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
     """
     log, delay_s, last_reason, faults = get_logger(scheduler=scheduler), _FIRST_DELAY_S, "", Counter[str]()
     near = socket if is_unix(scheduler) else None

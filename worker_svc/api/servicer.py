@@ -165,9 +165,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             failed_steps: counts the steps' results.
             step_limit_s: from the scheduler's step timeout, seconds until a step counts as hung; 0 for any
                 time.
-            configure_limit_s: the same for a configuration without progress.
-            first_step_timeout_s: seconds for a step with its graph to make; 0 without such steps.
-            tracer: writes the spans of sampled requests.
+            configure_limit_s: seconds without progress until a configuration counts as hung.
+            first_step_timeout_s: seconds for a step that first makes its graph; 0 if none does.
+            tracer: writes the spans of sampled requests; `None` for no spans.
         """
         self._tracer = tracer
         self._worker = worker
@@ -186,12 +186,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._executing = False
         self._follower_thread: _FollowerThread | None = None
         self._adapter_threads = AdapterThreads()
-        # Sources of adapters with another name of the base model.
+        # Sources of adapters whose configuration names another base model.
         self._warned_of: set[str] = set()
         self._log = get_logger()
 
     def close(self) -> None:
-        """Exports the last spans, and lets the threads of adapters end without waiting for them."""
+        """Exports the last spans, and lets running reads of adapters end without waiting for them."""
         self._adapter_threads.close()
         if self._tracer is not None:
             self._tracer.close()

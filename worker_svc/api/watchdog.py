@@ -22,7 +22,7 @@ _LONGEST_INTERVAL_S = 1.0
 _GIVEN_UP_S = 3.0
 # An unread log, such as a full pipe, must not keep a hung process alive.
 _REPORT_S = 2.0
-# Errors of requests, without a fault of the device.
+# Errors caused by a request, not by the device.
 _OF_A_REQUEST = (
     common_pb2.ERROR_CODE_INVALID_ARGUMENT,
     common_pb2.ERROR_CODE_UNSUPPORTED,
@@ -57,7 +57,7 @@ class FailedSteps:
                     )
                 )
         elif result.num_steps:
-            # A plan without steps does not touch the device and proves nothing.
+            # A plan without steps proves nothing about the device.
             self._count = 0
 
 
@@ -67,7 +67,7 @@ class Watchdog:
     It is a separate thread, because the event loop may hang as well. It adds up the time between its own
     looks, so a freeze of the whole process shorter than the limit does not count. If the model thread hangs
     in native code and holds the interpreter's lock, no Python code runs any more; then a timer of the
-    interpreter ends the process, without the lock.
+    interpreter, which needs no lock, ends the process.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watchdog:
         shortened: tuple[Running, float] | None = None
         while not self._closed.wait(interval_s):
             now, running = time.monotonic(), self._thread.running
-            # A longer time than asked for means a frozen process.
+            # A longer wait than asked for means that the process was frozen.
             silent_s = silent_s + min(now - looked, 2 * interval_s) if running is seen else 0.0
             seen, looked = running, now
             limit_s = running.limit_s if running else self._longest_s

@@ -151,7 +151,7 @@ class Leader:
         return replace(launched, read_result=self._wait_for_result, runs_ahead=True)
 
     def _num_needed(self, work: Work | None) -> int:
-        """Returns how many results must be applied before the work: those of its rows' steps under way."""
+        """Returns how many results must be applied first: all up to the last of the rows' steps under way."""
         if not isinstance(work, Decode):
             return 0
         rows = set(work.slots)

@@ -3,8 +3,8 @@
 An entry's key is a hash of all dependencies of its code. Compilers use the entry's folder as their own
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
 complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed
-process never leaves a partial entry, and the first of two processes with the same entry wins. A folder
-contains no absolute paths of importance, so it may be copied to another machine of the same kind. Compilers
+process never leaves a partial entry, and the first of two processes to fill the same entry wins. A folder
+contains no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers
 work on a copy of an entry, so an entry never changes, and a file outside its manifest is foreign.
 """
 
@@ -100,7 +100,7 @@ class CompileCache:
         """Reads nothing yet.
 
         Raises:
-            ConfigurationRefused: if others may write to the folder: they could change our code.
+            ConfigurationRefused: if others may write to the folder: they could change the code we run.
         """
         _check_root(root)
         self.root = root
@@ -298,7 +298,7 @@ def replace_unusable_cache_dirs() -> None:
     """Gives each compiler with an unusable folder a private folder, until this process ends.
 
     With a read-only folder, a kernel compiled while serving would fail its step. With a folder writable by
-    others, they would decide about our code.
+    others, they would control the code we run.
     """
     faults = {name: fault for name, path in _compiler_cache_dirs().items() if (fault := _fault_of(path))}
     if not faults:
@@ -321,7 +321,7 @@ def replace_unusable_cache_dirs() -> None:
 
 def _compiler_cache_dirs() -> dict[str, Path]:
     """Returns the compilers' folders by variable."""
-    # PyTorch's own choice is easy to guess, among the temporary files of all users. Asking
+    # PyTorch's own choice has a name easy to guess, among the temporary files of all users. Asking
     # PyTorch for it (`default_cache_dir`) imports the compiler, which makes the folder.
     try:
         user = getpass.getuser()

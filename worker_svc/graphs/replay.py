@@ -111,7 +111,7 @@ class KernelGraph:
 def _without_constants(
     calls: Sequence[KernelCall | LayerAttention], inputs: Sequence[torch.Tensor]
 ) -> list[KernelCall | LayerAttention]:
-    """Drops calls of weights alone, unless a later call writes their result: it is always the same."""
+    """Drops calls that read only weights, unless a later call writes their result: it is always the same."""
     writers: dict[int, int] = {}
     for call in calls:
         for storage in {storage_id(tensor) for tensor in call.written()}:
