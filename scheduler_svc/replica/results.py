@@ -1,6 +1,7 @@
 """Turns a worker's results into progress of requests and events for clients."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from protos.errors import Internal, TriptychError, Unavailable
 from protos.steps import Decode, Prefill, SlotOutput, StepResult
@@ -267,9 +268,11 @@ class ResultHandler:
 
 
 def _output_of(slot: int, result: StepResult) -> SlotOutput | None:
-    """Returns the output of a step for its only slot."""
+    """Returns the output of a step for its only slot, whose token may be in the column."""
     output = next((output for output in result.outputs if output.slot == slot), None)
-    return SlotOutput(slot, (result.token_ids[0],)) if output is None and result.token_ids else output
+    if not result.token_ids or (output is not None and (output.error is not None or output.token_ids)):
+        return output
+    return replace(output or SlotOutput(slot), token_ids=(result.token_ids[0],))
 
 
 def _append(request: Request, output: SlotOutput) -> Event:

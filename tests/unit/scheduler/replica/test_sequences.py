@@ -157,8 +157,9 @@ def test_one_sequence_asks_for_prompt_log_probabilities() -> None:
     assert [one.sampling.HasField("prompt_logprobs") for one in admitted] == [True, False, False]
 
 
+@pytest.mark.parametrize("in_column", [False, True])
 @pytest.mark.parametrize("preempted_at", [None, 1, 2, 3])
-def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> None:
+def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None, in_column: bool) -> None:
     """A preempted request computes them again, but the client gets each once, before the first token."""
     rig = make_rig(make_shapes(chunk=4, block_size=4))
     prompt = PROMPT[:9]
@@ -173,8 +174,10 @@ def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> Non
         if isinstance(work := plan.work, Prefill):
             chunks += 1
             chunk = entries[work.start : work.start + work.num_tokens]
-            output = SlotOutput(work.slot, tuple(result.token_ids), prompt_logprobs=chunk)
-            result = StepResult(plan.step, outputs=(output,))
+            column = tuple(result.token_ids) if in_column else ()
+            tokens = () if in_column else tuple(result.token_ids)
+            output = SlotOutput(work.slot, tokens, prompt_logprobs=chunk)
+            result = StepResult(plan.step, column, (output,))
         rig.scheduler.update(result)
         if chunks == preempted_at:
             preempted_at = None
