@@ -153,8 +153,8 @@ class Settings(LinkSecuritySettings):
     lease_steps: int = Field(8, ge=1, le=1000)
     """Most consecutive decode steps of a worker on its own, without other work."""
     event_interval_ms: float | None = Field(None, ge=0)
-    """Time for a worker to collect the tokens of such steps before sending them; 0 sends each step's at
-    once. By default 5 from 32 rows on, and 0 below."""
+    """Milliseconds for a worker to collect the tokens of consecutive decode steps before it sends them; 0
+    sends those of each step at once. Default: 5 in batches of 32 rows or more, else 0."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """Choice of the compiled decode batch sizes (buckets): exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)

@@ -17,7 +17,7 @@ class LoadedAdapter:
 
     rank: int
     digest: str
-    """Hash of configuration and weights; equal hashes compute the same."""
+    """Hash of configuration and weights; adapters of equal hash compute the same."""
     revision: str = ""
     """Commit on the hub; empty for a folder."""
     displaced: Collection[int] = ()

@@ -37,7 +37,7 @@ class BatchRows:
     slots: tuple[int, ...] = ()
     """Their slots."""
     sinks: Sequence[tuple[Sink, list[str], list[int] | None]] = ()
-    """Their sinks, each with the ids and rows of its requests; None for all rows."""
+    """Their sinks, each with the ids of its requests and their rows, None for all rows."""
     tenants: Mapping[str, int] = field(default_factory=dict)
     """The number of rows of each tenant."""
     has_first_tokens: bool = False

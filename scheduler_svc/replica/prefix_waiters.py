@@ -20,7 +20,7 @@ class PrefixWaiters:
     """Prefixes in progress, the requests computing them, and the requests waiting for them."""
 
     def __init__(self, prefixes: PrefixIndex, copies: CopyQueue, stats: SchedulerStats) -> None:
-        """Starts empty; the replica's prefix cache, queue of block copies and counters."""
+        """Starts empty, with the replica's prefix cache, queue of block copies and counters."""
         self._prefixes = prefixes
         self._copies = copies
         self._stats = stats

@@ -134,7 +134,7 @@ class SchedulerStats(ReplicaStats):
     plans_ahead: int = 0
     """Those sent before the answer to an earlier plan."""
     grammar_compile_s: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
-    """Seconds from the order of a grammar until the worker had it."""
+    """Seconds of the worker to compile a grammar."""
     prompt_tokens: int = 0
     """Prompt tokens of requests with a first event."""
     cached_prompt_tokens: int = 0
@@ -142,7 +142,7 @@ class SchedulerStats(ReplicaStats):
     generated_tokens: int = 0
     """New tokens."""
     forced_tokens: int = 0
-    """New tokens without alternative in a grammar; they needed no forward pass."""
+    """New tokens forced by a grammar; they needed no forward pass."""
     preemptions: Counter[str] = field(default_factory=Counter)
     """Preempted requests by reason: "memory", "priority", "share" or "fault"."""
     num_preempted: int = 0
@@ -164,7 +164,7 @@ class SchedulerStats(ReplicaStats):
     request_preemptions: Distribution = field(default_factory=lambda: Distribution(REQUEST_PREEMPTIONS))
     """Preemptions of each request that ended by itself."""
     computed_tokens: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
-    """Prompt tokens of each request computed without a prefix hit."""
+    """Prompt tokens of each request not served by a prefix hit."""
 
     def count_chunk(self, bucket: int, tokens: int, seconds: float) -> None:
         """Counts a prefill step with its tokens and its time on the worker."""

@@ -79,7 +79,7 @@ class Deployment:
         self._detach_listeners: list[Callable[[str, Totals], None]] = []
 
     def on_serving(self, listener: Callable[[bool], None]) -> None:
-        """Calls `listener` with True as long as any replica is ready, on every change."""
+        """Calls `listener` on every change, with whether any ready replica makes progress."""
         self._serving_listeners.append(listener)
 
     def on_detach(self, listener: Callable[[str, Totals], None]) -> None:

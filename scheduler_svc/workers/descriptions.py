@@ -63,7 +63,7 @@ class WorkerDescription:
     chunk_starts: ChunkStarts = "whole"
     """Possible starts of chunks; known once the worker is configured."""
     pipeline_stages: int = 1
-    """Ranges of layers, working on different steps at the same time, from the registration of the ranks."""
+    """Pipeline stages of the replica, which work on different steps at a time; known from its ranks."""
 
 
 def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescription:

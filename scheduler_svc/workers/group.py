@@ -33,7 +33,7 @@ class RankGroup:
         self._deployment = deployment
         self._security = security
         self._on_closed = on_closed
-        # Ranks wait so long for missing ranks before they start again.
+        # Seconds of waiting for missing ranks before the present ranks start again.
         self._wait_s = deployment.settings.step_timeout_s
         self._patience: asyncio.TimerHandle | None = None
         self._ranks: dict[int, Rank] = {}

@@ -20,7 +20,7 @@ class Losses:
     """Losses since the scheduler's start."""
 
     def __init__(self, detach_after_failed_steps: int) -> None:
-        """Starts without losses; so many consecutive failed steps cost a worker its registration."""
+        """Starts without losses; a worker loses its registration after this many consecutive failed steps."""
         self._detach_after_failed_steps = detach_after_failed_steps
         # By worker, the latest registration last.
         self._failed_steps: dict[str, FailedSteps] = {}
