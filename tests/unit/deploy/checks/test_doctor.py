@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def test_certificates_near_their_end_are_noted_and_ended_ones_refused(
         assert f"--ssl-certfile: the certificate in {paths.cert} end" in found["certificates"][1]
     if days < 0:
         assert found["gateway"] == ("FAILED", found["certificates"][1])
+
+
+def test_a_port_in_use_stops_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason names the port, as the service's own line would."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, content = report(capsys, "scheduler", f"--port={port}")
+    assert code == 2
+    assert checks(content)["scheduler"] == ("FAILED", content["error"])
+    assert str(port) in content["error"]
 
 
 @pytest.fixture(scope="module")
