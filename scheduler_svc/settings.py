@@ -152,7 +152,8 @@ class Settings(LinkSecuritySettings):
     another as long as they fit. 0 for none."""
     lease_steps: int = Field(8, ge=1, le=1000)
     """Most consecutive decode steps of a worker on its own, without other work."""
-    event_interval_ms: float | None = Field(None, ge=0)
+    # A worker silent for longer could count as lost.
+    event_interval_ms: float | None = Field(None, ge=0, le=1000)
     """Milliseconds for a worker to collect the tokens of consecutive decode steps before it sends them; 0
     sends those of each step at once. Default: 5 in batches of 32 rows or more, else 0."""
     decode_bucket_strategy: BucketStrategy = "exponential"

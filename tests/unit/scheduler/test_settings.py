@@ -51,6 +51,7 @@ DESCRIPTION = description_from_proto(
         ("--tenant-weights paid", "expected name=weight pairs, for example paid=4,trial=0.5"),
         ("--order random", "'priority-fair' or 'arrival'"),
         ("--decode-steps-per-chunk -1", "greater than or equal to 0"),
+        ("--event-interval-ms 5000", "--event-interval-ms .* less than or equal to 1000"),
     ],
 )
 def test_invalid_settings_are_refused_in_one_line(flags: str, message: str) -> None:
