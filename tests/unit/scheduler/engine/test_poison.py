@@ -127,12 +127,13 @@ def test_a_worker_lost_now_and_then_fails_nothing() -> None:
 
 
 def test_suspects_delay_the_others_by_one_step_each() -> None:
-    """Requests that are no suspects decode with every other decode step, whatever suspects there are."""
+    """Requests that are no suspects decode with every other decode step, and suspects with the rest."""
     rig = make_rig(make_shapes(max_num_seqs=8, buckets=(1, 2, 4, 8)), decode_steps_per_chunk=1)
     suspects = [rig.submit(make_submission([20 + n], request_id=f"s{n}")) for n in range(6)]
     while len(rig.scheduler._decoding) < 6:
         rig.step()
     lose_replica(rig)
+    before = [len(sink.tokens) for sink in suspects]
     other = rig.submit(make_submission([50], request_id="other", max_tokens=20, priority=-1))
     while not other.tokens:
         rig.step()
@@ -143,6 +144,8 @@ def test_suspects_delay_the_others_by_one_step_each() -> None:
         gap = 0 if len(other.tokens) > count else gap + 1
         longest = max(longest, gap)
     assert longest <= 3, "a chunk, a suspect's step, a chunk"
+    # More than the token of the chunk that computes the prompt again.
+    assert all(len(sink.tokens) > count + 1 for sink, count in zip(suspects, before, strict=True))
     rig.run()
     assert [len(sink.tokens) for sink in suspects] == [8] * 6
 

@@ -249,6 +249,34 @@ def test_a_chunk_interrupts_decode_steps() -> None:
     assert rig.sinks["new"].tokens == expected_tokens(range(3, 3 + 2 * CHUNK), 4)
 
 
+def test_steps_that_nobody_needs_are_ended() -> None:
+    """The only request is aborted while eight steps are allowed."""
+    rig = replica(depth=2)
+    decoding(rig, 40)
+    planned(rig)
+    rig.engine.abort("r0")
+    end = planned(rig)
+    assert (end.work, end.interrupts, end.release) == (None, True, (0,))
+
+
+def test_steps_are_single_while_a_request_waits_for_a_prefix() -> None:
+    """It can run as soon as the prefix is computed, although more steps may follow each chunk."""
+    rig = replica(decode_steps_per_chunk=4)
+    decoding(rig, 50)
+    prompt = range(3, 3 + 4 * CHUNK)
+    rig.submit(make_submission(prompt, request_id="first", max_tokens=2))
+    rig.submit(make_submission(prompt, request_id="same", max_tokens=2))
+    assert rig.engine.load().num_deferred == 1
+    steps: list[int] = []
+    while rig.engine.load().num_deferred:
+        plan = planned(rig)
+        steps += steps_of([plan])
+        answer(rig, plan)
+        rig.engine.dispatch()
+    assert steps
+    assert set(steps) == {1}
+
+
 def test_a_joining_row_interrupts_decode_steps() -> None:
     """A window that slides in place must be kept before its request decodes; others go on meanwhile."""
     rig = replica(groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
