@@ -66,16 +66,19 @@ class ProtocolMachine(RuleBasedStateMachine):
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), generated=st.booleans(),
         lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), depth=st.sampled_from([1, 2, 3]),
         runs_ahead=st.booleans(), reporting=st.sampled_from([0, 1, 2]),
-        starts=st.sampled_from(["anywhere", "exact"]), finest=st.sampled_from([1, 2, 4]),
+        starts=st.sampled_from(["anywhere", "exact"]), finest=st.sampled_from([1, 2, 4]), collects=st.booleans(),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
         depth: int, runs_ahead: bool, reporting: int, starts: ChunkStarts = "exact", finest: int = 2,
+        collects: bool = False,
     ) -> None:  # fmt: skip
         self.shapes = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.num_blocks, self.groups, self.lease, self.jump = num_blocks, groups, lease, jump
         self.depth, self.runs_ahead, self.reporting = depth, runs_ahead, reporting
+        # Whether workers collect the tokens of all steps of a plan in one result.
+        self.collects = collects
         # Requests whose admission workers refuse, from how many computed tokens on.
         self.refused: dict[str, int] = {}
         self.options = CacheOptions(cache_generated=generated, chunk_starts=starts, finest_hit=finest)
@@ -270,7 +273,9 @@ class ProtocolMachine(RuleBasedStateMachine):
             clock=lambda: 0.0,
             lease_steps=self.lease,
             depth=self.depth,
+            event_interval_s=1e9 if self.collects else 0.0,
         )
+        scheduler.stats.times.decode.observe(1, 1e-6)  # steps of unknown time are never collected
         self.replicas[index] = Replica(scheduler, self.workers[index].open())
         self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))
 
@@ -298,13 +303,16 @@ class ProtocolMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("lease", [1, 9])
+@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("refused", [None, 0])
-def test_reporting_requests_and_a_refused_one_end(runs_ahead: bool, lease: int, refused: int | None) -> None:
+def test_reporting_requests_and_a_refused_one_end(
+    runs_ahead: bool, lease: int, refused: int | None, collects: bool
+) -> None:
     """Outputs in place of columns, and a refused admission, keep no other request from its tokens."""
     machine = ProtocolMachine()
     machine.start(
         chunk=2, block=4, num_blocks=30, groups=[FULL], generated=False, lease=lease, jump=0,
-        depth=2, runs_ahead=runs_ahead, reporting=1,
+        depth=2, runs_ahead=runs_ahead, reporting=1, collects=collects,
     )  # fmt: skip
     for prompt in ([3] * 12, [4] * 11, [4, 3] * 5):
         machine.submit(prompt=prompt, max_tokens=14, n=1, salt="", stop_at=None, refused=None)
