@@ -52,6 +52,15 @@ class Reference:
         gap = float(logprobs[at, best[at]] - logprobs[at, continuation[at]])
         return f"token {at} after a prompt of {len(prompt)} is {continuation[at]}, not the reference's {int(best[at])} (by {gap:.2g} nats)"
 
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Generates greedily with transformers, ignoring end tokens."""
+        with torch.inference_mode():
+            output = self._model.generate(
+                torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+            )
+        ids: list[int] = output[0, len(prompt) :].tolist()
+        return ids
+
 
 @cache
 def open_reference(folder: Path, dtype: torch.dtype) -> Reference:
