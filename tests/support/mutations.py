@@ -37,6 +37,7 @@ _MUTATIONS: Final = [
     ("as few as needed are preempted", "replica/scheduler.py", "for one in order[: count or 0]:", "for one in order if count else ():"),
     ("steps that did not run are taken back", "replica/scheduler.py", "self._turns.take_back(missing)", "pass"),
     ("results for released slots are ignored", "replica/plans.py", "step.left.add(slot)", "pass"),
+    ("a released slot grows no more", "replica/plans.py", "if growth.slot != slot]", "]"),
     ("plans skip a slot whose tokens are forced", "replica/plans.py", "step.skipped.add(slot)", "pass"),
     ("steps between two chunks are not interrupted", "replica/plans.py", "self._steps[-1].num_left > 1 and not self._steps[-1].paced", "self._steps[-1].num_left > 1"),
     ("admissions are limited by their bytes", "replica/plans.py", "if room < 0 and count:", "if False:"),

@@ -97,6 +97,20 @@ def test_a_plan_ends_where_no_block_is_free() -> None:
     assert rig.scheduler.stats.preemptions == {"memory": 1}
 
 
+def test_a_released_slot_does_not_grow() -> None:
+    """The first row takes the last block, and the second, more urgent one preempts it in the same plan."""
+    rig = replica(1, num_blocks=1 + 3, prefix_caching=False)
+    first = rig.submit(make_submission([5] * 4, request_id="first", max_tokens=12, priority=1))
+    rig.step()
+    # A token longer, because the first decodes one more: both need a block at the same step.
+    second = rig.submit(make_submission([6] * 5, request_id="second", max_tokens=8, priority=0))
+    plans = rig.run()
+    assert rig.scheduler.stats.preemptions == {"memory": 1}
+    assert not any(growth.slot in plan.release for plan in plans for growth in plan.grow)
+    assert first.tokens == expected_tokens([5] * 4, 12)
+    assert second.tokens == expected_tokens([6] * 5, 8)
+
+
 def test_rows_that_need_blocks_at_different_steps_share_long_plans() -> None:
     """A mean plan is nearly as long as the setting allows, however many rows there are."""
     block, longest, num_rows = 128, 32, 32
