@@ -73,6 +73,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# Where rich is installed, structlog's default prints each exception with all variables, which takes seconds.
+structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+
+
 @pytest.fixture(autouse=True)
 def default_logs() -> Iterator[None]:
     """Undoes a service's configuration of logs, which would write to the test's closed stream."""
