@@ -94,7 +94,9 @@ class ResultHandler:
         count, rows, tokens = result.num_steps, len(batch.requests), result.token_ids
         for _ in range(count):
             self._stats.count_decode(rows, work.bucket, result.execute_us * 1e-6 / count)
-        for tenant, own in batch.tenants.items():
+        # Rows that left get no token of this step; a preempted one pays when it recomputes it.
+        charged = step.live_rows()[0] if step.left else batch
+        for tenant, own in charged.tenants.items():
             self._owner.charge(tenant, own * count)
         if self._decoding.stalled_since is not None:
             self._stats.count_stall(step.begun_s - self._decoding.stalled_since)
