@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -66,5 +67,6 @@ async def test_each_service_logs_a_request_by_its_id(smollm2: Path, tmp_path: Pa
             (scheduler_log, "info", "request", ("completion_tokens", "ttft_ms", "finish_reason")),
             (worker_log, "debug", "admitted", ("slot",)),
         ):
+            await until(partial(lines, log, level, event))  # the client may have its answer before
             (line,) = lines(log, level, event)
             assert all(field in line for field in fields), line
