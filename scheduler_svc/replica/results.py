@@ -94,9 +94,10 @@ class ResultHandler:
         count, rows, tokens = result.num_steps, len(batch.requests), result.token_ids
         for _ in range(count):
             self._stats.count_decode(rows, work.bucket, result.execute_us * 1e-6 / count)
-        # Rows that left get no token of this step; a preempted one pays when it recomputes it.
-        charged = step.live_rows()[0] if step.left else batch
-        for tenant, own in charged.tenants.items():
+        num_ignored = len(step.ignored)
+        live, places = step.live_rows() if num_ignored else (batch, [])
+        # An ignored row is free: a preempted request pays when it recomputes the token.
+        for tenant, own in live.tenants.items():
             self._owner.charge(tenant, own * count)
         if self._decoding.stalled_since is not None:
             self._stats.count_stall(step.begun_s - self._decoding.stalled_since)
@@ -106,7 +107,6 @@ class ResultHandler:
             return
         if len(tokens) != count * rows:
             raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
-        live, places, num_ignored = batch, list[int](), 0
         for start in range(0, len(tokens), rows):
             column = tokens[start : start + rows] if count > 1 else tokens
             if batch.has_first_tokens:
