@@ -36,7 +36,7 @@ def find_rate(
     Args:
         requests: the trace.
         simulate: runs requests; returns the figures.
-        limits: what counts as carried, besides that no request is rejected.
+        limits: bounds of the figures; no request may be rejected, either.
         tried: called with each rate, requests a second, and whether it is carried.
 
     Raises:

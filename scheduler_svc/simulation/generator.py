@@ -1,4 +1,4 @@
-"""Makes requests: independent ones, conversations and agents."""
+"""Makes requests: independent requests, conversations and agents."""
 
 import random
 from dataclasses import dataclass

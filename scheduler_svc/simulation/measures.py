@@ -107,7 +107,7 @@ class Measures:
         self._on_end(request_id)
 
     def push(self, event: Event) -> None:
-        """Takes an event of one request."""
+        """Takes an event of a request."""
         live = self._live[event.request_id]
         tally, now = self.tenants[live.tenant], self._clock()
         if event.first:
@@ -134,11 +134,11 @@ class Measures:
             self._on_end(event.request_id)
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Takes a token of each of several requests that have had one."""
+        """Takes a token, not the first, of each of several requests."""
         del token_ids
         now = self._clock()
         batch = self._batches.get(request_ids[0])
-        # A step whose tokens came one by one has given each request a stamp of its own.
+        # A step whose tokens came as events gave each request a stamp of its own.
         if (
             batch is None
             or self._live[request_ids[0]].stamp is not batch[1]
@@ -154,8 +154,8 @@ class Measures:
             tally.tokens += rows
 
     def _split(self, request_ids: Sequence[str], now: float) -> None:
-        """Takes the tokens of a batch that has other rows than the one before."""
-        # A row that missed a step comes back to rows whose last token is not the one of their old batch.
+        """Takes the tokens of a batch with other rows than the last."""
+        # A row back from a missed step joins rows with later tokens than those of its old batch.
         left = {id(self._live[request_id].stamp) for request_id in request_ids}
         self._batches = {first: one for first, one in self._batches.items() if id(one[1]) not in left}
         stamp, rows = [now], Counter[str]()

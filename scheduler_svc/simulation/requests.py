@@ -9,7 +9,7 @@ GENERATED = "*"
 VOCAB_SIZE = 1 << 31
 """More than any real vocabulary, so that made-up tokens differ from those of any trace."""
 
-_TOKEN = 7  # what virtual workers sample, and what fills prompts
+_TOKEN = 7  # every sampled token, and padding of prompts
 FIRST_UNIQUE = 1 << 30
 """Token ids from here on are made up."""
 
@@ -32,7 +32,7 @@ class SimulatedRequest:
     prompt_token_ids: tuple[int, ...] = ()
     """The prompt itself, where the trace has it."""
     session: str = ""
-    """Requests of a session run one after the other, in the order of the trace."""
+    """Requests of a session run in turn, in the order of the trace."""
 
 
 def split_turns(

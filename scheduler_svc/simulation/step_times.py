@@ -26,7 +26,7 @@ _Table = dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]
 
 
 class StepTimes(BaseModel):
-    """Step times of a model on a device, and what else a simulation needs to know about the worker.
+    """Step times of a model on a device, and the worker's sizes that a simulation needs.
 
     A step takes ``base_s + max(floor_s, per_token_s * tokens)``, where padding counts as tokens. Measured
     graphs in ``chunk_s`` and ``decode_s`` come before the formula.

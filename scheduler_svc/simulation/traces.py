@@ -77,7 +77,7 @@ class _MooncakeLine(BaseModel):
 
 
 def read_trace(path: Path, most: int | None = None) -> list[SimulatedRequest]:
-    """Returns the first requests of a trace in the order of their arrival; the first one arrives at 0.
+    """Returns the first requests of a trace in the order of their arrival; the first arrives at 0.
 
     The names of the first line's fields or columns tell the format. Rows of CSV files without a prompt or
     an answer, which are failed requests, are left out.

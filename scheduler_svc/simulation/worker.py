@@ -1,4 +1,4 @@
-"""The virtual worker. No other module of the simulation knows what a scheduler sends to its worker."""
+"""The virtual worker, the only part of the simulation that reads plans."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from scheduler_svc.workers.step_loop import StepScheduler
 
 
 class VirtualWorker:
-    """Runs what one replica's scheduler sends, in order, as a worker and its step loop do without any delay.
+    """Runs the plans of a replica in order, as a worker and its step loop do without any delay.
 
     A step lasts as long as the model of step times says. Its result reaches the scheduler the moment it ends,
     or with those of later steps if the plan says so, with the same token for every row.
@@ -37,7 +37,7 @@ class VirtualWorker:
         self._dispatch = dispatch
         self._chunk_s = cache(times.chunk)
         self._decode_s = cache(times.decode)
-        # Plans without their last result; the first one runs.
+        # Plans without their last result; the first runs.
         self._plans: deque[StepPlan] = deque()
         self._num_run = 0
         self._spent_s = 0.0
@@ -45,7 +45,7 @@ class VirtualWorker:
         self._unsent_s: list[float] = []
 
     def wake(self) -> None:
-        """Sends what can be sent while a step runs; an idle worker needs :meth:`start`."""
+        """Sends plans while a step runs; an idle worker needs :meth:`start`."""
         if self.ends_s is not None:
             self._fetch()
 
@@ -55,7 +55,7 @@ class VirtualWorker:
             self._next()
 
     def finish(self) -> None:
-        """Ends the current step, at its time, and starts the next one."""
+        """Ends the current step, at its time, and starts the next."""
         plan, work = self._plans[0], self._plans[0].work
         self.ends_s = None
         self._num_run += 1
@@ -67,7 +67,7 @@ class VirtualWorker:
         self._next()
 
     def _send(self, plan: StepPlan, *, last: bool) -> None:
-        """Sends the result of the steps that ran since the last one."""
+        """Sends the result of the steps that ran since the last result."""
         work, count, spent_s = plan.work, len(self._unsent_s), sum(self._unsent_s)
         rows = len(work.slots) if isinstance(work, Decode) else int(isinstance(work, Prefill) and work.sample)
         self._unsent_s.clear()
