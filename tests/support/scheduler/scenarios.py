@@ -22,16 +22,23 @@ from tests.support.scheduler.simulated import H100_8B, poisson, simulated
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value and the largest one that keeps the promise."""
+    """A measured value, and the largest one that keeps the promise."""
 
     value: float
     limit: float
+    """For tests: the present value may not grow beyond it."""
+    missed_aim: float | None = None
+    """A smaller limit that was aimed at."""
 
     @property
-    def ratio(self) -> float:
-        """The value by its limit: above 1 the promise is broken."""
-        if self.limit:
-            return self.value / self.limit
+    def aim(self) -> float:
+        """The limit of the bench."""
+        return self.limit if self.missed_aim is None else self.missed_aim
+
+    def ratio_to(self, limit: float) -> float:
+        """Returns the value by a limit: above 1 it is exceeded."""
+        if limit:
+            return self.value / limit
         return 1 + self.value if self.value > 0 else 0.0
 
 
@@ -224,12 +231,17 @@ def small_chunks(quick: bool) -> Figures:
     """Prompts do not queue behind their padding, and blocks are allocated little before they are computed."""
     figures = {}
     # At 40 a second, chunks and steps take more time than there is: waiting grows with the trace.
-    for rate, prompt, limit_s in ((30, 100, 0.05), (40, 100, 0.3), (16, 1000, 0.36)):
+    for rate, prompt, limit_s, missed_s in (
+        (30, 100, 0.05, None),
+        (40, 100, 0.3, None),
+        (16, 1000, 0.36, 0.3),
+    ):
         requests = poisson(rate, 400, prompt, 200)
         found, one_size = (simulated(requests, prefill_bucket_limit=limit) for limit in (4, 1))
         name = f"{prompt} tokens at {rate}/s"
-        figures[f"{name}: median TTFT, s"] = Figure(found["ttft_s"]["p50"], limit_s)
-        figures[f"{name}: p99 of gaps, s"] = Figure(found["gap_s"]["p99"], 0.028)
+        figures[f"{name}: median TTFT, s"] = Figure(found["ttft_s"]["p50"], limit_s, missed_s)
+        missed_gap_s = 0.025 if prompt == 1000 else None
+        figures[f"{name}: p99 of gaps, s"] = Figure(found["gap_s"]["p99"], 0.028, missed_gap_s)
         figures[f"{name}: uncomputed share of KV"] = Figure(found["kv_uncomputed_share"], 0.1)
         if prompt == 100:
             padding = found["padding_share"] / one_size["padding_share"]
