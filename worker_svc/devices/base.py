@@ -73,8 +73,6 @@ class Device(abc.ABC):
     """Tokens of a prefill chunk if no setting says otherwise."""
     default_max_num_seqs: ClassVar[int]
     """Slots if no setting says otherwise."""
-    window_kind: ClassVar[GroupKind]
-    """How the device's own kernels store a sliding window."""
     default_level: ClassVar[int] = 1
     """Optimization level; see `graph_runner.GraphOptions`."""
     highest_level: ClassVar[int] = 3
@@ -137,6 +135,16 @@ class Device(abc.ABC):
     def collectives(self) -> str:
         """The backend of `torch.distributed` that joins tensors of these devices."""
         return "gloo"
+
+    @property
+    def window_kind(self) -> GroupKind:
+        """How the device's own kernels store a sliding window."""
+        return GroupKind.PAGED_WINDOW
+
+    @property
+    def sorts_rows(self) -> bool:
+        """Whether kernels need the rows of a decode step in descending order of length."""
+        return False
 
     def identity(self) -> str:
         """Returns the device's unique identity; empty if ranks of a stage may share it."""

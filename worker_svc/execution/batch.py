@@ -208,6 +208,10 @@ class Batch:
             return work
         return replace(work, slots=rows) if rows else None
 
+    def longest_first(self, slots: Sequence[int]) -> list[int]:
+        """Returns the slots in descending order of computed tokens. Equal ones keep their order."""
+        return sorted(slots, key=lambda slot: -self._num_computed[slot])
+
     def bucket_of(self, work: Prefill) -> int:
         """Returns the tokens of a chunk's graph."""
         return work.bucket or self._shapes.chunk

@@ -284,7 +284,9 @@ class Runner:
         )
 
     def _decode(self, work: Decode) -> PendingStep:
-        rows = self._rows_of(work)
+        # All ranks order rows alike, as they know the same lengths.
+        slots = self._batch.longest_first(work.slots) if self._device.sorts_rows else work.slots
+        rows = self._rows_of(slots, work.bucket)
         given = self._stage.receive(work.bucket)
         step = self._decode_step(work.bucket, adapters=self._uses_adapters(work.slots))
         if not self._stage.layout.is_last_stage:
@@ -292,21 +294,24 @@ class Runner:
             self._stage.pass_on(work, states)
             return PendingStep()
         logits, positions, *best = step.forward(rows, *given)
-        selection = self._selector.select(work.slots, rows, logits, positions, step.sample, best)
+        selection = self._selector.select(slots, rows, logits, positions, step.sample, best)
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
-            return self._read_later(selection.reported[: len(work.slots)])
-        outputs = self._selector.outputs(work.slots, selection, step.compute_logprobs)
+            reported = selection.reported[: len(slots)]
+            if slots is not work.slots:
+                reported = reported[[slots.index(slot) for slot in work.slots]]
+            return self._read_later(reported)
+        outputs = self._selector.outputs(slots, selection, step.compute_logprobs)
         return PendingStep(outputs=list(outputs))
 
     def _uses_adapters(self, slots: Sequence[int]) -> bool:
         return self._adapters is not None and self._batch.has_adapters(slots)
 
-    def _rows_of(self, work: Decode) -> torch.Tensor:
+    def _rows_of(self, slots: Sequence[int], bucket: int) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]; steps with the same slots share a tensor."""
-        padding = [self._batch.padding_row] * (work.bucket - len(work.slots))
-        slots = [*work.slots, *padding]
+        padding = [self._batch.padding_row] * (bucket - len(slots))
+        slots = [*slots, *padding]
         if slots != self._last_slots:
             self._last_slots = slots
             self._last_rows = upload(slots, self._device.torch_device)

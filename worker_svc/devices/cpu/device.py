@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.steps import GroupKind
 from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput, StepInput
 from worker_svc.devices.base import Device
@@ -68,7 +67,6 @@ class CpuDevice(Device):
     default_block_size: ClassVar[int] = 128
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 32
-    window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     # Level 2 is no faster here: little work is left between the compiled kernels.
     default_level: ClassVar[int] = 1
     quantized: ClassVar[CpuProducts] = CpuProducts()

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.steps import GroupKind
 from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, PagedInput, StepInput
 from worker_svc.devices.base import Device
@@ -30,7 +29,6 @@ class CudaDevice(Device):
     default_block_size: ClassVar[int] = 128
     default_chunk: ClassVar[int] = 512
     default_max_num_seqs: ClassVar[int] = 64
-    window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     default_level: ClassVar[int] = 2
     captures: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True

@@ -39,7 +39,7 @@ from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax, emit_experts
-from worker_svc.devices.rbln.vendor import Vendor
+from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes import NULL_BLOCK, KvGroup
 
@@ -79,6 +79,8 @@ def _repeats(inputs: int, groups: int) -> int:
     return 2 if groups > 1 and inputs // groups == 2 * _GROUP else 1
 
 
+# The chip that stores windows in paged blocks.
+_PAGES_WINDOWS: Final = "RBLN-CR13"
 # The head sizes that the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
@@ -122,7 +124,6 @@ class RblnDevice(Device):
     default_block_size: ClassVar[int] = 1024
     default_chunk: ClassVar[int] = 128
     default_max_num_seqs: ClassVar[int] = 1
-    window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
     chunks_start_anywhere: ClassVar[bool] = False
     has_own_compiler: ClassVar[bool] = True
@@ -159,6 +160,23 @@ class RblnDevice(Device):
             return
         operators.register_all()
 
+    @functools.cached_property
+    def _chip(self) -> str:
+        """The NPU's name; empty for `rbln-check` without a target, which serves all windows."""
+        if self._is_check:
+            return next((os.environ[name] for name in TARGET_VARIABLES if name in os.environ), "")
+        return self._vendor.chip()
+
+    @property
+    def window_kind(self) -> GroupKind:
+        """In place, except on chips with a kernel for paged windows."""
+        return GroupKind.PAGED_WINDOW if self.sorts_rows else GroupKind.IN_PLACE_WINDOW
+
+    @property
+    def sorts_rows(self) -> bool:
+        """For RBLN-CR13: its decode kernels read each partition for leading rows only, and stop early."""
+        return self._chip.strip().upper() == _PAGES_WINDOWS
+
     @property
     def collectives(self) -> str:
         return "rbln-ccl" if self._has_tensors else "gloo"
@@ -176,7 +194,7 @@ class RblnDevice(Device):
         experts = "the vendor's experts" if self._has_expert_kernel else "plain experts"
         strict = ", strict" if self.options.compile_strict else ""
         if self._is_check:
-            return f"rbln-check, {kernels}, {experts}{strict}"
+            return ", ".join(("rbln-check", *filter(None, [self._chip]), kernels, experts)) + strict
         tensors = "device tensors" if self._has_tensors else "meta tensors"
         chips = f"{self.options.rbln_num_devices} x {self._vendor.chip()}"
         return f"{chips}, {tensors}, {kernels}, {experts}{strict}"
@@ -234,18 +252,24 @@ class RblnDevice(Device):
         """A block of an in-place group is a window; the kernels see `block_size / window` in a paged block.
 
         Raises:
-            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which lack an operator
-                for them.
+            ConfigurationRefused: for windows without a kernel on this chip.
         """
-        if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
-            raise ConfigurationRefused(
-                "the Triton kernels do not serve windows in paged blocks;"
-                " use --window-kv in-place or RBLN_USE_CUSTOM_KERNEL=0"
-            )
+        self._check_window(group)
         layer = group.layers[0]
         shape = [2, layer.num_kv_heads, 1, group.tokens_per_block(block_size), layer.head_size]
         shape.insert(self.block_dim, num_blocks)
         return tuple(shape)
+
+    def _check_window(self, group: KvGroup) -> None:
+        if group.window and self._chip and group.kind is not self.window_kind:
+            kinds = ("in place", "paged") if self.sorts_rows else ("in paged blocks", "in-place")
+            raise ConfigurationRefused(
+                f"{self._chip} has no kernels for windows {kinds[0]}; use --window-kv {kinds[1]}"
+            )
+        if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
+            raise ConfigurationRefused(
+                "the Triton kernels do not serve windows in paged blocks; set RBLN_USE_CUSTOM_KERNEL=0"
+            )
 
     @property
     def kv_memory(self) -> KvMemory:

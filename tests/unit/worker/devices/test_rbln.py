@@ -237,8 +237,30 @@ def test_tritons_kernels_take_neither_sinks_nor_paged_windows() -> None:
     params = params_of(group_of(GroupKind.FULL), sinks=True)
     with pytest.raises(ConfigurationRefused, match="sinks with RBLN_USE_CUSTOM_KERNEL=1"):
         open_check(triton=True).check_attention(params)
-    with pytest.raises(ConfigurationRefused, match="--window-kv in-place"):
+    with pytest.raises(ConfigurationRefused, match="RBLN_USE_CUSTOM_KERNEL=0"):
         open_check(triton=True).cache_shape(group_of(GroupKind.PAGED_WINDOW), 3, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("chip", "served", "refused", "flag"),
+    [
+        ("RBLN-CR13", GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW, "paged"),
+        ("rbln-cr13", GroupKind.PAGED_WINDOW, GroupKind.IN_PLACE_WINDOW, "paged"),
+        ("RBLN-CR03", GroupKind.IN_PLACE_WINDOW, GroupKind.PAGED_WINDOW, "in-place"),
+        ("RBLN-CA25", GroupKind.IN_PLACE_WINDOW, GroupKind.PAGED_WINDOW, "in-place"),
+    ],
+)
+def test_the_chip_decides_windows_and_the_order_of_rows(
+    monkeypatch: pytest.MonkeyPatch, chip: str, served: GroupKind, refused: GroupKind, flag: str
+) -> None:
+    monkeypatch.setenv("RBLN_TARGET_SOC", chip)
+    device = open_check()
+    assert device.window_kind is served
+    assert device.sorts_rows == (served is GroupKind.PAGED_WINDOW)
+    assert len(device.cache_shape(group_of(served), 3, BLOCK)) == 6
+    assert len(device.cache_shape(group_of(GroupKind.FULL), 3, BLOCK)) == 6
+    with pytest.raises(ConfigurationRefused, match=f"{chip} .*--window-kv {flag}"):
+        device.cache_shape(group_of(refused), 3, BLOCK)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])

@@ -10,11 +10,12 @@ from protos.errors import Internal
 from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
+from worker_svc.devices.attention import PagedInput, StepInput
 from worker_svc.execution.lockstep import PlanRefused
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes import ShapeConfig
+from worker_svc.shapes import KvGroup, ShapeConfig
 
 GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64
@@ -41,12 +42,33 @@ class Successor(LayerlessModel):
         return torch.nn.functional.one_hot(hidden[:, 0].long() + 1, VOCABULARY).float()
 
 
+class EarlyExitDevice(PlainDevice):
+    """A device whose decode kernels stop at the first shorter row; it notes the lengths of rows."""
+
+    @property
+    def sorts_rows(self) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[list[int]] = []
+
+    def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
+        if isinstance(step, PagedInput):
+            self.lengths.append(step.seq_lens.tolist())
+        return super().plan(group, block_size, step)
+
+
 @pytest.fixture
 def runner() -> Runner:
     """A warmed-up runner with 1 in every cache entry."""
+    return runner_on(PlainDevice())
+
+
+def runner_on(device: PlainDevice) -> Runner:
     runner = Runner(
         Successor(),
-        PlainDevice(),
+        device,
         GROUPS,
         SIZES,
         vocabulary=SamplingVocabulary(VOCABULARY),
@@ -188,6 +210,28 @@ def test_all_steps_of_a_plan_are_checked_with_the_first(runner: Runner) -> None:
     runner.execute(StepPlan(2, work=Prefill(0, 8, 6, sample=True)))
     with pytest.raises(Internal, match="too few for 17 tokens"):
         runner.execute(StepPlan(3, work=Decode((0,), 1, 3)))
+
+
+def test_rows_descend_by_length_where_kernels_need_it() -> None:
+    """Tokens still come in the order of the plan. Padding is last."""
+    device = EarlyExitDevice()
+    runner = runner_on(device)
+    prompts = {0: [5, 6], 1: [20], 2: [9, 10, 11, 12]}
+    for slot, prompt in prompts.items():
+        runner.execute(
+            StepPlan(
+                slot,
+                admit=[request(slot, prompt)],
+                work=Prefill(slot, 0, len(prompt), sample=True),
+            )
+        )
+    for number, slots in enumerate([(0, 1, 2), (2, 1, 0), (0, 2)], start=3):
+        device.lengths.clear()
+        launched = runner.launch(StepPlan(number, work=Decode(slots, 4)))
+        expected = [prompts[slot][-1] + number - 1 for slot in slots]
+        assert list(launched.read()[0]) == expected
+        lengths = [len(prompts[slot]) + number - 2 for slot in slots]
+        assert device.lengths == [[*sorted(lengths, reverse=True), *[1] * (4 - len(slots))]]
 
 
 def test_a_decode_step_skips_slots_that_are_not_ready(runner: Runner) -> None:
