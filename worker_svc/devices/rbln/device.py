@@ -38,7 +38,15 @@ from worker_svc.devices.quantized import QuantizedProducts, QuantizedWeights
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
-from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax, emit_experts
+from worker_svc.devices.rbln.operators import (
+    CUSTOM,
+    TRITON,
+    CallForm,
+    Namespace,
+    call_form,
+    emit_argmax,
+    emit_experts,
+)
 from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes import NULL_BLOCK, KvGroup
@@ -98,6 +106,8 @@ class RblnPlan:
     """Rows of the step."""
     query_len: int
     """Tokens of each row."""
+    is_sorted: bool
+    """Whether rows descend by length."""
     block_tables: torch.Tensor
     """[partitions] for a chunk, [rows, partitions] for a decode step."""
     seq_idx: torch.Tensor | None = None
@@ -153,6 +163,7 @@ class RblnDevice(Device):
         self._code_folder: Path | None = None
         self._compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
         self._scales: dict[float, torch.Tensor] = {}
+        self._forms: dict[str, CallForm] = {}
 
     def check_available(self) -> None:
         if not self._is_check:
@@ -374,9 +385,10 @@ class RblnDevice(Device):
         if isinstance(step, InPlaceInput):
             prefill = step.query_len > 1
             return RblnPlan(
-                operator=f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}",
+                operator=self._known(f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"),
                 rows=rows,
                 query_len=step.query_len,
+                is_sorted=self.sorts_rows,
                 block_tables=placed(table[0] if prefill else table),
                 cache_seq_len=placed(step.cache_seq_len),
                 # The kernels skip rows that end at 0.
@@ -387,16 +399,23 @@ class RblnDevice(Device):
             operator=self._paged_operator(group, table.shape[1], prefill=query_len > 1),
             rows=rows,
             query_len=query_len,
+            is_sorted=self.sorts_rows,
             block_tables=placed(table[0] if query_len > 1 else table),
             seq_idx=placed(_start(step)),
         )
 
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
         if group.window:
-            return "sliding_window_attention_v1"
+            return self._known("sliding_window_attention_v1")
+        several = self._known(f"flash_causal_attention_naive_{'prefill' if prefill else 'decode'}")
         # If one block holds the longest sequence, a simpler kernel serves.
-        operator = "causal_attention_naive" if partitions == 1 else "flash_causal_attention_naive"
-        return f"{operator}_{'prefill' if prefill else 'decode'}"
+        return self._known(several.removeprefix("flash_")) if partitions == 1 else several
+
+    def _known(self, operator: str) -> str:
+        """Returns the operator's name once its schema is read, which a graph under compilation cannot do."""
+        if operator not in self._forms:
+            self._forms[operator] = call_form(self.namespace, operator)
+        return operator
 
     def attend(self, call: AttentionCall, plan: RblnPlan) -> None:
         """Gives a chunk's padding finite values, as the graph does not know where padding starts.
@@ -422,8 +441,7 @@ class RblnDevice(Device):
             return states.reshape(rows, kv_heads, heads, query_len, params.head_size)
 
         attended = operators.emit(
-            self.namespace,
-            operator,
+            self._forms[operator],
             {
                 "q": by_head(call.query, groups),
                 "k": by_head(call.key, 1),
@@ -438,6 +456,7 @@ class RblnDevice(Device):
                 "window_size": params.window,
                 "is_causal": True,
                 "sinks": None if sinks is None else sinks[:, None],
+                "is_prompt_sorted": plan.is_sorted,
             },
         )
         attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)

@@ -1,9 +1,9 @@
 """The operators that rebel-compiler lowers to NPU kernels: arguments, checks of shapes, references in torch.
 
 Each argument of the attention operators has a role, which is the same in every operator (`q`, `scale`, …),
-and a name, which differs between the namespaces. The order of scale and position also differs, so only
-`emit` passes arguments by position. The sources are the wheels vllm-rbln 0.12.0 and 0.11.2;
-`tests/contract/worker/test_rbln_wheels.py` compares with them.
+and a name, which differs between the namespaces. The order of scale and position also differs, and releases
+add arguments, so only `emit` passes arguments by position, as `call_form` has read them. The sources are the
+wheels vllm-rbln 0.12.0 and 0.11.2; `tests/contract/worker/test_rbln_wheels.py` compares with them.
 
 The references have no loops over rows, and their shapes never depend on the tensors' contents.
 """
@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import EXPERT_ACTIVATIONS
 
 Namespace = Literal["rbln_custom_ops", "rbln_triton_ops"]
@@ -23,7 +24,6 @@ TRITON: Final[Namespace] = "rbln_triton_ops"
 """Kernels written in Triton. Caches are [2, blocks, kv_heads, 1, block, head_size], integers int32."""
 
 _TYPES: Final = {
-    "kv_cache": "Tensor(a!)",
     "window_size": "int",
     "is_causal": "bool",
     "attn_mask": "Tensor?",
@@ -45,11 +45,15 @@ class Argument:
     """Its name in the schema."""
 
     @property
+    def kind(self) -> str:
+        """Its type in torch's syntax."""
+        return _TYPES.get(self.role, "Tensor")
+
+    @property
     def schema(self) -> str:
         """The argument's part of the operator's schema."""
-        kind = _TYPES.get(self.role, "Tensor")
-        default = _DEFAULTS.get(self.role, "None" if kind.endswith("?") else "")
-        return f"{kind} {self.name}={default}" if default else f"{kind} {self.name}"
+        default = _DEFAULTS.get(self.role, "None" if self.kind.endswith("?") else "")
+        return f"{self.kind} {self.name}={default}" if default else f"{self.kind} {self.name}"
 
 
 _STATES: Final = "q k v kv_cache"
@@ -99,10 +103,81 @@ SIGNATURES: Final[dict[Namespace, dict[str, tuple[Argument, ...]]]] = {
 NAMESPACES: Final = tuple(SIGNATURES)
 
 
+_SORTED: Final = "is_prompt_sorted"
+# The roles of all names in schemas.
+_ROLES: Final = {_SORTED: _SORTED} | {
+    argument.name: argument.role
+    for operators in SIGNATURES.values()
+    for arguments in operators.values()
+    for argument in arguments
+}
+
+
 def schema(namespace: Namespace, operator: str) -> str:
-    """Returns the operator's schema in torch's syntax."""
+    """Returns the schema of the operator's reference in torch's syntax.
+
+    Like the vendor's, Triton operators declare no write to the cache. The compiler's own do, and have a
+    keyword since vllm-rbln 0.12.1.
+    """
     arguments = ", ".join(argument.schema for argument in SIGNATURES[namespace][operator])
+    if namespace == CUSTOM:
+        arguments = arguments.replace("Tensor kv_cache", "Tensor(a!) kv_cache") + f", *, bool {_SORTED}=False"
     return f"{operator}({arguments}) -> Tensor"
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a registered operator takes its arguments."""
+
+    namespace: Namespace
+    operator: str
+    positional: tuple[str, ...]
+    """The roles of the leading arguments."""
+    keywords: tuple[tuple[str, str], ...]
+    """The names and roles of other arguments."""
+
+
+def call_form(namespace: Namespace, operator: str) -> CallForm:
+    """Reads an operator's schema: releases of the vendor's packages differ in theirs.
+
+    Names identify roles. The runtime's names were never published, so an unknown name has the role of its
+    place in the plugin's calls, unless another argument has it. Other unknown arguments keep their defaults.
+
+    Raises:
+        ConfigurationRefused: if the operator is not registered, requires an unknown argument or lacks a
+            necessary one.
+    """
+    registered = getattr(getattr(torch.ops, namespace), operator, None)
+    if registered is None:
+        raise _unfit(namespace, operator, "does not exist")
+    arguments = registered.default._schema.arguments  # noqa: SLF001 - there is no public name
+    ours = SIGNATURES[namespace][operator]
+    by_place = [argument.role for argument in ours]
+    named = {_ROLES.get(argument.name) for argument in arguments}
+    positional: list[str] = []
+    keywords: list[tuple[str, str]] = []
+    for place, argument in enumerate(arguments):
+        role = _ROLES.get(argument.name)
+        if role is None and place < len(by_place) and by_place[place] not in named:
+            role = by_place[place]
+        if role is None:
+            if not argument.has_default_value():
+                raise _unfit(namespace, operator, f"requires the unknown argument {argument.name}")
+        elif argument.kwarg_only or role not in by_place or len(positional) < place:
+            keywords.append((argument.name, role))
+        else:
+            positional.append(role)
+    taken = {*positional, *(role for _, role in keywords)}
+    for argument in ours:
+        if argument.role not in taken and (argument.role == "sinks" or not argument.kind.endswith("?")):
+            raise _unfit(namespace, operator, f"lacks the argument {argument.name}")
+    return CallForm(namespace, operator, tuple(positional), tuple(keywords))
+
+
+def _unfit(namespace: Namespace, operator: str, reason: str) -> ConfigurationRefused:
+    return ConfigurationRefused(
+        f"the vendor's operator {namespace}::{operator} {reason}; install the packages of release 0.12"
+    )
 
 
 _INDICES = ("seq_idx", "block_tables", "cache_seq_len", "cache_offset")
@@ -251,13 +326,14 @@ def register(namespace: Namespace, operators: Iterable[str]) -> None:
     _LIBRARIES.append(library)
 
 
-def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> torch.Tensor:
+def emit(form: CallForm, by_role: Mapping[str, Any]) -> torch.Tensor:
     """Calls an operator; missing arguments become `None`.
 
     Returns [batch, kv_heads, groups, q_len, head_size].
     """
-    arguments = [by_role.get(argument.role) for argument in SIGNATURES[namespace][operator]]
-    result: torch.Tensor = getattr(getattr(torch.ops, namespace), operator)(*arguments)
+    arguments = [by_role.get(role) for role in form.positional]
+    keywords = {name: by_role.get(role) for name, role in form.keywords}
+    result: torch.Tensor = getattr(getattr(torch.ops, form.namespace), form.operator)(*arguments, **keywords)
     return result
 
 
@@ -270,7 +346,8 @@ def _by_role(namespace: Namespace, operator: str, arguments: tuple[Any, ...]) ->
 
 
 def _fake(namespace: Namespace, operator: str) -> Callable[..., torch.Tensor]:
-    def fake(*arguments: Any) -> torch.Tensor:
+    def fake(*arguments: Any, is_prompt_sorted: bool = False) -> torch.Tensor:
+        del is_prompt_sorted
         by_role = _by_role(namespace, operator, arguments)
         check(namespace, operator, by_role)
         query: torch.Tensor = by_role["q"]
@@ -280,7 +357,8 @@ def _fake(namespace: Namespace, operator: str) -> Callable[..., torch.Tensor]:
 
 
 def _reference(namespace: Namespace, operator: str) -> Callable[..., torch.Tensor]:
-    def run(*arguments: Any) -> torch.Tensor:
+    def run(*arguments: Any, is_prompt_sorted: bool = False) -> torch.Tensor:
+        del is_prompt_sorted
         given = _by_role(namespace, operator, arguments)
         check(namespace, operator, given)
         cache: torch.Tensor = given["kv_cache"]

@@ -17,6 +17,8 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.registry import DeviceOptions
 
 PACKAGES: Final = ("rebel", "torch_rbln")
+COMPILER: Final = "rebel.core.torch_compile"
+"""The module with the backend for `torch.compile`."""
 TARGET_VARIABLES: Final = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
 """Variables that tell the compiler its target."""
 TRITON_MODULES: Final = (
@@ -75,6 +77,8 @@ class Vendor:
                 os.environ["RCCL_PORT_GEN"] = "1"
         if options.rbln_use_device_tensor:
             importlib.import_module("torch_rbln")
+        # Declares the compiler's own operators; their schemas are read before the first graph.
+        importlib.import_module(COMPILER)
         if options.rbln_use_custom_kernel:
             _declare_triton_operators()
 
@@ -162,7 +166,7 @@ class Vendor:
 
 
 def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
+    backend = importlib.import_module(COMPILER).rbln_backend
     return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
 

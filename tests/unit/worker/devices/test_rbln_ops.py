@@ -1,10 +1,13 @@
 """The NPU's attention operators: arguments, refusals, types. `test_rbln` compares their results."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from protos.errors import ConfigurationRefused
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 
@@ -38,6 +41,10 @@ def arguments(namespace: Namespace, query_len: int, start: int = 0) -> dict[str,
     }  # fmt: skip
 
 
+def emit(namespace: Namespace, operator: str, by_role: dict[str, Any]) -> torch.Tensor:
+    return operators.emit(operators.call_form(namespace, operator), by_role)
+
+
 def test_results_have_the_querys_type() -> None:
     given = arguments(CUSTOM, 4)
     half = {
@@ -47,11 +54,9 @@ def test_results_have_the_querys_type() -> None:
     rounded = {
         role: value.float() if role in ("q", "k", "v", "kv_cache") else value for role, value in half.items()
     }
-    result = operators.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
+    result = emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
     assert result.dtype == torch.bfloat16
-    assert torch.equal(
-        result, operators.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
-    )
+    assert torch.equal(result, emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16())
 
 
 WRONG: list[tuple[str, str, Any, str]] = [
@@ -71,21 +76,21 @@ def test_wrong_shapes_are_refused(
 ) -> None:
     given = arguments(namespace, 4) | {role: value}
     with pytest.raises(ValueError, match=message):
-        operators.emit(namespace, operator, given)
+        emit(namespace, operator, given)
     on_meta = {
         role: value.to("meta") if isinstance(value, torch.Tensor) else value for role, value in given.items()
     }
     with pytest.raises(ValueError, match=message):
-        operators.emit(namespace, operator, on_meta)
+        emit(namespace, operator, on_meta)
 
 
 def test_cache_layouts_are_not_mixed_up() -> None:
     given = arguments(CUSTOM, 4)
     with pytest.raises(ValueError, match="kv_cache must be"):
-        operators.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        emit(TRITON, "flash_causal_attention_naive_prefill", given)
     given["kv_cache"] = given["kv_cache"].transpose(0, 1)
     with pytest.raises(ValueError, match=r"seq_idx must be torch\.int32|block_tables must be torch\.int32"):
-        operators.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        emit(TRITON, "flash_causal_attention_naive_prefill", given)
 
 
 @pytest.mark.parametrize(
@@ -98,14 +103,78 @@ def test_cache_layouts_are_not_mixed_up() -> None:
 )
 def test_options_without_a_reference_are_refused(operator: str, role: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        operators.emit(CUSTOM, operator, arguments(CUSTOM, 4) | {role: value})
+        emit(CUSTOM, operator, arguments(CUSTOM, 4) | {role: value})
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_every_operator_is_a_valid_torch_operator(namespace: Namespace) -> None:
-    """Schemas declare every mutation, and fakes return the shapes of the real results."""
+    """Fakes return the shapes of the real results. Triton schemas hide mutations, as the vendor's do."""
     for operator in SIGNATURES[namespace]:
         given = arguments(namespace, 1 if operator.endswith("decode") else 4, start=2)
         values = tuple(given.get(argument.role) for argument in SIGNATURES[namespace][operator])
         packet = getattr(getattr(torch.ops, namespace), operator)
-        torch.library.opcheck(packet.default, values, test_utils=("test_schema", "test_faketensor"))
+        checks = ("test_faketensor",) if namespace == TRITON else ("test_schema", "test_faketensor")
+        torch.library.opcheck(packet.default, values, test_utils=checks)
+
+
+RELEASE = cast("Namespace", "rbln_test_ops")
+DECODE = "causal_attention_naive_decode"
+STATES = "Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache"
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Declares an operator with the given arguments, as a release of the vendor might."""
+    monkeypatch.setitem(SIGNATURES, RELEASE, SIGNATURES[CUSTOM])
+    with torch.library._scoped_library(RELEASE, "FRAGMENT") as library:
+        yield lambda arguments: library.define(f"{DECODE}({arguments}) -> Tensor")
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        # vllm-rbln 0.12.0.
+        (f"{STATES}, Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy, Tensor? sinks=None",
+         ["seq_idx", "scale", "block_tables", "dummy", "sinks"]),
+        # Its pre-release 0.12.1a8.
+        (f"{STATES}, Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy, Tensor? sinks=None, *, bool is_prompt_sorted=False",
+         ["seq_idx", "scale", "block_tables", "dummy", "sinks", "is_prompt_sorted"]),
+        # Unknown names have the roles of their places, known ones their own.
+        (f"{STATES}, Tensor qk_scale, Tensor seq_idx, Tensor block_table, Tensor unused, Tensor? sinks=None, int other=3, bool is_prompt_sorted=False",
+         ["scale", "seq_idx", "block_tables", "dummy", "sinks", None, "is_prompt_sorted"]),
+    ],
+    ids=["release", "pre-release", "reordered"],
+)  # fmt: skip
+def test_arguments_follow_the_registered_schema(
+    declared: Callable[[str], None], schema: str, expected: list[str | None]
+) -> None:
+    declared(schema)
+    calls: list[tuple[Any, ...]] = []
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((*args, *(kwargs or {}).values()))
+            return args[0]
+
+    given = arguments(CUSTOM, 1) | {"sinks": torch.zeros(6, 1), "is_prompt_sorted": True}
+    with Recorder():  # type: ignore[no-untyped-call]
+        emit(RELEASE, DECODE, given)
+    (call,) = calls
+    for value, role in zip(call, ["q", "k", "v", "kv_cache", *expected], strict=True):
+        assert value == 3 if role is None else value is given[role], role
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (f"{STATES}, Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy, Tensor? sinks, Tensor gate",
+         "requires the unknown argument gate"),
+        (f"{STATES}, Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy", "lacks the argument sinks"),
+    ],
+)  # fmt: skip
+def test_operators_that_need_other_arguments_are_refused(
+    declared: Callable[[str], None], schema: str, message: str
+) -> None:
+    declared(schema)
+    with pytest.raises(ConfigurationRefused, match=f"{RELEASE}::{DECODE} {message}"):
+        operators.call_form(RELEASE, DECODE)
