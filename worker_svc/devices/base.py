@@ -168,6 +168,13 @@ class Device(abc.ABC):
     def place_weights(self, model: torch.nn.Module) -> None:  # noqa: B027 - most models are built in place
         """Moves a model's loaded weights to where the device's graphs read them."""
 
+    def check_sizes(self, chunk: int, block_size: int) -> None:  # noqa: B027 - a device may take all sizes
+        """Checks the tokens of the largest chunk and of a paged block against each other.
+
+        Raises:
+            ConfigurationRefused: names the flags to change.
+        """
+
     def check_attention(self, params: AttentionParams) -> None:  # noqa: B027 - a device may serve all layers
         """Checks that the device's kernels serve such a layer; called once for each layer with a cache.
 

@@ -106,6 +106,7 @@ class Engine:
             longest_context=longest,
             stages=self.layout.pipeline,
         )
+        self.device.check_sizes(shapes.chunk, shapes.block_size)
         return shapes
 
     def check_start(self, shapes: Shapes) -> None:

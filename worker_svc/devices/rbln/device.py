@@ -87,6 +87,7 @@ def _repeats(inputs: int, groups: int) -> int:
     return 2 if groups > 1 and inputs // groups == 2 * _GROUP else 1
 
 
+_LARGEST_BLOCK: Final = 16_384
 # The chip that stores windows in paged blocks.
 _PAGES_WINDOWS: Final = "RBLN-CR13"
 # The head sizes that the kernels are built for.
@@ -245,6 +246,14 @@ class RblnDevice(Device):
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a host tensor where graphs take their inputs."""
         return tensor.to("rbln") if self._has_tensors else tensor
+
+    def check_sizes(self, chunk: int, block_size: int) -> None:
+        """Refuses sizes as vllm-rbln 0.12.1 does on every chip."""
+        if not chunk <= block_size <= _LARGEST_BLOCK:
+            raise ConfigurationRefused(
+                f"an NPU needs --max-num-batched-tokens ({chunk}) <= --block-size ({block_size}) <="
+                f" {_LARGEST_BLOCK}; change one of these flags"
+            )
 
     def check_attention(self, params: AttentionParams) -> None:
         unserved = {

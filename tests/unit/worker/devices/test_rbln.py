@@ -1,5 +1,6 @@
 """Device rbln with backend rbln-check: caches, plans, graphs and refusals."""
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlace
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions
+from worker_svc.execution.engine import Engine
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes import AttentionLayer, KvGroup, group_layers
+from worker_svc.shapes import AttentionLayer, KvGroup, ModelDescription, ShapeConfig, group_layers
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCK = 6, 2, 32, 16, 64
 
@@ -261,6 +263,31 @@ def test_the_chip_decides_windows_and_the_order_of_rows(
     assert len(device.cache_shape(group_of(GroupKind.FULL), 3, BLOCK)) == 6
     with pytest.raises(ConfigurationRefused, match=f"{chip} .*--window-kv {flag}"):
         device.cache_shape(group_of(refused), 3, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block_size", "fits"),
+    [(128, 1024, True), (1024, 1024, True), (16384, 16384, True), (2048, 1024, False), (128, 32768, False)],
+)
+def test_a_chunk_fits_into_a_block_and_a_block_into_the_kernels(
+    chunk: int, block_size: int, fits: bool
+) -> None:
+    layer = AttentionLayer("a", HEADS, KV_HEADS, SIZE, 0, torch.float32)
+    model = ModelDescription(
+        "Tiny", 100, 65_536, (), torch.float32, quantization=None, layers=(layer,), pooling=None,
+        default_sampling={},
+    )  # fmt: skip
+    unused: Any = None
+    engine = Engine(
+        unused, open_check(), model, group_layers([layer]), budget=unused, compilation=unused, options=unused
+    )
+    shapes = ShapeConfig(4096, 1, chunk, block_size, (1,))
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(ConfigurationRefused, match=r"--max-num-batched-tokens.*--block-size.* 16384")
+    ):
+        assert engine.check(shapes) == shapes
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])
