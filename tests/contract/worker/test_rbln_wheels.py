@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.steps import GroupKind
 from tests.support.rbln.fake_environment import PACKAGES
-from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
+from tests.support.rbln.wheels import PRE_RELEASES, WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
@@ -24,12 +24,19 @@ from worker_svc.shapes import AttentionLayer, KvGroup
 pytestmark = pytest.mark.contract
 
 BACKEND = "vllm_rbln/v1/attention/backends/flash_attention.py"
+# A keyword of 0.12.1's custom operators, read from their schemas.
+KEYWORD = "is_prompt_sorted"
 # Out of scope: latent, sparse and masked attention are not supported, and the others are not attention.
 MASKED = ("flash_attention_naive", "attention_naive")
-OTHERS = ("paged_flash_causal_mla", "sparse_attn_deepseek", "custom_moe", "ccl_", *MASKED)
+OTHERS = ("paged_flash_causal_mla", "sparse_attn", "custom_moe", "ccl_", *MASKED)
 
 
-@pytest.fixture(scope="module", params=WHEELS)
+AS_INFORMATION = pytest.mark.xfail(reason="a pre-release tells what the next release may need", strict=False)
+
+
+@pytest.fixture(
+    scope="module", params=[*WHEELS, *(pytest.param(each, marks=AS_INFORMATION) for each in PRE_RELEASES)]
+)
 def wheel(request: pytest.FixtureRequest) -> Wheel:
     try:
         return Wheel(request.param)
@@ -46,7 +53,7 @@ def attention_calls(wheel: Wheel, namespace: Namespace) -> dict[str, Call]:
     found: dict[str, Call] = {}
     for call in wheel.calls(namespace):
         if not call.operator.startswith(OTHERS):
-            assert not call.keywords
+            assert set(call.keywords) <= {KEYWORD}
             assert found.setdefault(call.operator, call) == call
     return found
 
@@ -151,7 +158,7 @@ def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None
     module = "vllm_rbln/v1/sample/rbln_sampler.py"
     assert wheel.returned(module, "rbln_greedy_sample") == "torch.ops.rbln.argmax(logits)"
     compiled = ast.unparse(wheel.function(module, "compile_sampler"))
-    assert "num_devices=1 if USE_DEVICE_TENSOR" in compiled
+    assert "num_devices=1 if use_device_tensor" in compiled.lower()
     assert "use_cache=False" in compiled
 
 
@@ -165,7 +172,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, operator = func._schema.name.partition("::")
         if namespace in NAMESPACES:
-            assert not kwargs
+            assert not kwargs  # torch omits a keyword with its default value
             self.calls.append((namespace, operator, args))
         return func(*args, **kwargs or {})
 

@@ -18,6 +18,8 @@ WHEELS = {
     "0.11.2": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
 }
 """By version, the SHA-256 of the wheel on PyPI."""
+PRE_RELEASES = {"0.12.1a8": "b307ab9aba7813f24b5adb6cecaae543c21f70f91249e66ffe64c262ca5490db"}
+"""The same of the newest pre-release."""
 _UNREACHABLE = (
     "NewConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "NameResolutionError", "SSLError",
 )  # fmt: skip
@@ -61,7 +63,9 @@ def fetch(version: str) -> Path:
         AssertionError: if its checksum is wrong.
     """
     wheel = download("vllm-rbln", version)
-    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEELS[version], f"{wheel} is damaged"
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == (WHEELS | PRE_RELEASES)[version], (
+        f"{wheel} is damaged"
+    )
     return wheel
 
 
