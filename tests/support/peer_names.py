@@ -23,9 +23,9 @@ from tests.support.rbln.wheels import download
 FLAGS: Final = ROOT / "deploy" / "vllm_flags" / "names"
 VARIABLES: Final = ROOT / "protos" / "service" / "variable_names"
 
-# Newest first; a list has the names of all releases.
+# Newest first, then pre-releases; a list has the names of all releases.
 _WHEELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "vllm-rbln": ("0.12.0", "0.11.2"),
+    "vllm-rbln": ("0.12.0", "0.11.2", "0.12.1a8"),
     "torch-rbln": ("0.12.0",),
     "vllm-spyre": ("1.10.0",),
     "sendnn-inference": ("2.6.3",),
@@ -33,7 +33,7 @@ _WHEELS: Final[Mapping[str, tuple[str, ...]]] = {
 _VARIABLE: Final = re.compile(r"(VLLM|RBLN|TORCH_RBLN|SENDNN_INFERENCE|TORCH_SENDNN)_[A-Z0-9_]*[A-Z0-9]")
 # Names of constants in the plugins' code, which are no variables.
 _CONSTANTS: Final = re.compile(
-    r"RBLN_(ABI_.*|SYSFS_.*|CONFIG_FILE|PREFIX|VERSION_.*|DEV_DIR|.*_VERSION|NOTIF.*|DEEPSEEK_.*)"
+    r"RBLN_(ABI_.*|SYSFS_.*|CONFIG_FILE|PREFIX|VERSION_.*|DEV_DIR|.*_VERSION|NOTIF.*|DEEPSEEK_.*|MINIMAX_.*)"
 )
 
 _INSPECT_VLLM: Final = """
