@@ -302,8 +302,10 @@ class Runner:
             if slots is not work.slots:
                 reported = reported[[slots.index(slot) for slot in work.slots]]
             return self._read_later(reported)
-        outputs = self._selector.outputs(slots, selection, step.compute_logprobs)
-        return PendingStep(outputs=list(outputs))
+        outputs = {
+            each.slot: each for each in self._selector.outputs(slots, selection, step.compute_logprobs)
+        }
+        return PendingStep(outputs=[outputs[slot] for slot in work.slots])
 
     def _uses_adapters(self, slots: Sequence[int]) -> bool:
         return self._adapters is not None and self._batch.has_adapters(slots)

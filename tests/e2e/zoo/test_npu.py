@@ -55,6 +55,23 @@ def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], 
     assert wrong == {}
 
 
+def test_rbln_cr13_equals_the_reference(
+    tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows are in paged blocks there, and rows are sorted by length."""
+    monkeypatch.setenv("RBLN_TARGET_SOC", "RBLN-CR13")
+    folder = families.write("gemma3", tmp_path)
+    (answer,) = parity_process.run_apart(
+        [
+            Job(
+                str(folder), prompts, device="rbln", backend="compiled", window_kind="paged_window", block_size=1024,
+                max_model_len=1536,
+            )
+        ]
+    )  # fmt: skip
+    assert not differences(Reference(folder, torch.float32), prompts, answer)
+
+
 @pytest.mark.parametrize("family", families.NOT_ON_NPU)
 def test_an_npu_refuses_by_name(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
     job = Job(

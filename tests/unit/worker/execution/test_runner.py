@@ -1,6 +1,7 @@
 """The runner: how a plan changes cache and batch before its work, and which requests a fault affects."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,8 +213,10 @@ def test_all_steps_of_a_plan_are_checked_with_the_first(runner: Runner) -> None:
         runner.execute(StepPlan(3, work=Decode((0,), 1, 3)))
 
 
-def test_rows_descend_by_length_where_kernels_need_it() -> None:
-    """Tokens still come in the order of the plan. Padding is last."""
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_rows_descend_by_length_where_kernels_need_it(logprobs: bool) -> None:
+    """Tokens and outputs still come in the order of the plan. Padding is last."""
+    sampling = sampling_params(temperature=0.0, logprobs=1) if logprobs else GREEDY
     device = EarlyExitDevice()
     runner = runner_on(device)
     prompts = {0: [5, 6], 1: [20], 2: [9, 10, 11, 12]}
@@ -221,7 +224,7 @@ def test_rows_descend_by_length_where_kernels_need_it() -> None:
         runner.execute(
             StepPlan(
                 slot,
-                admit=[request(slot, prompt)],
+                admit=[replace(request(slot, prompt), sampling=sampling)],
                 work=Prefill(slot, 0, len(prompt), sample=True),
             )
         )
@@ -229,7 +232,10 @@ def test_rows_descend_by_length_where_kernels_need_it() -> None:
         device.lengths.clear()
         launched = runner.launch(StepPlan(number, work=Decode(slots, 4)))
         expected = [prompts[slot][-1] + number - 1 for slot in slots]
-        assert list(launched.read()[0]) == expected
+        outputs = launched.wait()
+        assert [(each.slot, list(each.token_ids)) for each in outputs] == [
+            (slot, [token]) for slot, token in zip(slots, expected, strict=True)
+        ]
         lengths = [len(prompts[slot]) + number - 2 for slot in slots]
         assert device.lengths == [[*sorted(lengths, reverse=True), *[1] * (4 - len(slots))]]
 
