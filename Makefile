@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 # Tests start many processes. Without kept bytecode each would compile all our modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve env test test-slow test-unit test-compose coverage check format protos docs lock models clean
+.PHONY: help serve env test test-slow test-unit test-npu test-compose coverage check format protos docs lock models clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ test-slow: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the slow tests, exc
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run only unit and property tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
+
+test-npu: $(STAMPS)/dev models ## Run the tests with the vendor's packages for NPUs, slow ones included
+	@$(BIN)/python -m tests.support.rbln.vendor_packages
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m npu $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.steps import GroupKind
-from tests.support.rbln.fake_environment import PACKAGES
-from tests.support.rbln.wheels import PRE_RELEASES, WHEELS, Call, IndexUnreachable, Wheel
+from tests.support.rbln.vendor_packages import FAKES
+from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, IndexUnreachable, Wheel
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
@@ -21,7 +21,7 @@ from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.shapes import AttentionLayer, KvGroup
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.npu]
 
 BACKEND = "vllm_rbln/v1/attention/backends/flash_attention.py"
 # A keyword of 0.12.1's custom operators, read from their schemas.
@@ -35,7 +35,7 @@ AS_INFORMATION = pytest.mark.xfail(reason="a pre-release tells what the next rel
 
 
 @pytest.fixture(
-    scope="module", params=[*WHEELS, *(pytest.param(each, marks=AS_INFORMATION) for each in PRE_RELEASES)]
+    scope="module", params=[*VERSIONS, *(pytest.param(each, marks=AS_INFORMATION) for each in PRE_RELEASES)]
 )
 def wheel(request: pytest.FixtureRequest) -> Wheel:
     try:
@@ -274,7 +274,7 @@ def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
         assert {*vendor._compile_options(Path("folder"))} <= passed
     (taken,) = (
         ast.literal_eval(node.value.args[0])
-        for node in ast.parse((PACKAGES / "rebel" / "core" / "torch_compile.py").read_text()).body
+        for node in ast.parse((FAKES / "rebel" / "core" / "torch_compile.py").read_text()).body
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and ast.unparse(node.targets[0]) == "OPTIONS"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import tiny_models
 from tests.support.ranks import replica as ranks
-from tests.support.rbln.fake_environment import environment
+from tests.support.rbln.vendor_packages import environment
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.graphs.compile_cache import CompileCache

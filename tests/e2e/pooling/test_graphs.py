@@ -9,7 +9,7 @@ import torch
 
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.pool_process import Job, Result, flat, run, run_jobs, words_of
-from tests.support.rbln.fake_environment import environment
+from tests.support.rbln.vendor_packages import environment
 
 pytestmark = [
     pytest.mark.e2e,

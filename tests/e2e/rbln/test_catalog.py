@@ -7,12 +7,13 @@ import pytest
 from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
-from tests.support.rbln.fake_environment import compile_blindly, running_worker
+from tests.support.rbln.vendor_packages import compile_blindly, running_worker
 from tests.support.scheduler.running_scheduler import collect, generate_request, run_scheduler
 from worker_svc.graphs.compile_cache import CompileCache
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.npu,
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
@@ -52,7 +53,7 @@ def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
 
 def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: Path) -> None:
     """The entry's key fits, but the compiler compiles again: a warning has the number."""
-    count, output = compile_blindly(model, catalog, *SIZES, **KV, FAKE_RBLN_VERSION="0.12.1")
+    count, output = compile_blindly(model, catalog, *SIZES, **KV, FAKE_REBEL_VERSION="0.12.1")
     assert count > 0
     assert f"compiled={count}" in output.split("compiled_despite_entry")[1]
 

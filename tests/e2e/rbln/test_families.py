@@ -10,13 +10,14 @@ from typing import Literal
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.rbln.fake_environment import environment
+from tests.support.rbln.vendor_packages import environment
 from tests.support.rbln.graph_process import Job, Result
 from tests.support.tiny_models import FAMILIES as OLDER
 from tests.support.zoo import families
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.npu,
     pytest.mark.slow,
     pytest.mark.timeout(420),
     pytest.mark.filterwarnings("ignore"),  # importing transformers

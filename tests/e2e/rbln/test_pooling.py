@@ -12,13 +12,14 @@ from protos.triptych.v1 import common_pb2
 from scheduler_svc.settings import Settings
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, words_of
-from tests.support.rbln.fake_environment import compile_blindly, environment, running_worker
+from tests.support.rbln.vendor_packages import compile_blindly, environment, running_worker
 from tests.support.scheduler.fake_pool_worker import pool_request
 from tests.support.scheduler.running_scheduler import run_scheduler
 from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.npu,
     pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers

@@ -7,7 +7,7 @@ import torch
 
 from tests.support import tiny_models
 from tests.support.ranks.replica import replica
-from tests.support.rbln.fake_environment import environment
+from tests.support.rbln.vendor_packages import environment
 from tests.support.reference import Reference
 
 # Shorter and longer than a chunk.
@@ -16,7 +16,7 @@ COUNT = 12
 CHECK = ("--rbln-backend", "rbln-check")
 META = {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.npu, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from protos.triptych.v1 import inference_pb2
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
-from tests.support.rbln.fake_environment import running_worker
+from tests.support.rbln.vendor_packages import running_worker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
     collect,
@@ -19,6 +19,7 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.npu,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]

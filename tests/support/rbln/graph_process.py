@@ -32,7 +32,7 @@ class Job:
     max_model_len: int
     """Tokens of the longest sequence."""
     backend: Literal["rbln", "rbln-check"] = "rbln-check"
-    """The compiler of graphs. The vendor's is a fake; see `fake_environment`."""
+    """The compiler of graphs. The vendor's is a fake; see `vendor_packages`."""
 
 
 @dataclasses.dataclass(frozen=True)

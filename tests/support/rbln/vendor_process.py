@@ -141,9 +141,9 @@ def refusals() -> dict[str, str]:
     answer = {
         "two": f"{os.environ['RBLN_NPUS_PER_DEVICE']}, {two.code_target()}, {two.free_memory() == 2 * device.free_memory()}"
     }
-    os.environ["FAKE_RBLN_NPU"] = "RBLN-CR13"
+    os.environ["STUB_RBLN_NPU"] = "RBLN-CR13"
     answer["alone"] = refusal(lambda: opened(rbln_num_devices=2))
-    os.environ["FAKE_RBLN_NPU"] = ""
+    os.environ["STUB_RBLN_NPU"] = ""
     answer["no_name"] = refusal(lambda: opened().code_target())
     answer["no_target"] = refusal(lambda: opened(compile_only=True))
     os.environ["RBLN_TARGET_SOC"] = "RBLN-CA25"
@@ -151,7 +151,7 @@ def refusals() -> dict[str, str]:
     answer["blind"] = (
         f"{blind.code_target()}: {blind.compile(lambda x: x + 6)(torch.ones(3, 3)).cpu().isnan().all()}"
     )
-    del os.environ["FAKE_RBLN_NPU"], os.environ["RBLN_TARGET_SOC"]
+    del os.environ["STUB_RBLN_NPU"], os.environ["RBLN_TARGET_SOC"]
     sys.modules[TRITON_MODULES[-1]] = None  # type: ignore[assignment]
     answer["triton"] = refusal(lambda: opened(rbln_use_custom_kernel=True))
     return answer

@@ -13,13 +13,20 @@ from pathlib import Path
 from tests.support.paths import ROOT
 
 CACHE = ROOT / ".cache" / "rbln-wheels"
-WHEELS = {
-    "0.12.0": "0af77bcf84421b15ffbb9625b880ce2184f6afa4cc720e91dd2c904d19ee2263",
-    "0.11.2": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
+VERSIONS = ("0.12.0", "0.11.2")
+"""Versions of vllm-rbln that the contract tests read."""
+PRE_RELEASES = ("0.12.1a8",)
+"""The newest pre-release."""
+CHECKSUMS = {
+    "vllm_rbln-0.12.0-py3-none-any": "0af77bcf84421b15ffbb9625b880ce2184f6afa4cc720e91dd2c904d19ee2263",
+    "vllm_rbln-0.11.2-py3-none-any": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
+    "vllm_rbln-0.12.1a8-py3-none-any": "b307ab9aba7813f24b5adb6cecaae543c21f70f91249e66ffe64c262ca5490db",
+    "torch_rbln-0.12.0-cp311-cp311-manylinux_2_34_x86_64": "d71688ca685c03c1888702f560643f9c2a05f478219757591ed85a2777129366",
+    "torch_rbln-0.12.0-cp312-cp312-manylinux_2_34_x86_64": "d3965700d9628b109462f15476d661d385338d33d7113f1848fb4ea91e374513",
+    "torch_rbln-0.12.0-cp313-cp313-manylinux_2_34_x86_64": "e6290ace454a2bcc383be5602f2e62853e8dd1f1475f7c5be186d1b2fee7e3cc",
+    "torch_rbln-0.12.0-cp314-cp314-manylinux_2_34_x86_64": "581874861279fe11aa069fc4b207cd7066d269c611aa510187e6489c98e14e70",
 }
-"""By version, the SHA-256 of the wheel on PyPI."""
-PRE_RELEASES = {"0.12.1a8": "b307ab9aba7813f24b5adb6cecaae543c21f70f91249e66ffe64c262ca5490db"}
-"""The same of the newest pre-release."""
+"""By name, the SHA-256 of a wheel on PyPI."""
 _UNREACHABLE = (
     "NewConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "NameResolutionError", "SSLError",
 )  # fmt: skip
@@ -37,7 +44,8 @@ def download(name: str, version: str) -> Path:
         IndexUnreachable: if it is not in the cache and the index does not answer.
         AssertionError: if the index has no such wheel.
     """
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    python = f"{sys.version_info.major}{sys.version_info.minor}"
+    pattern = f"{name.replace('-', '_')}-{version}-[pc][yp]{python if name == 'torch-rbln' else '3'}-*.whl"
     if not (found := [*CACHE.glob(pattern)]):
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
@@ -55,17 +63,15 @@ def download(name: str, version: str) -> Path:
     return found[0]
 
 
-def fetch(version: str) -> Path:
-    """Returns the wheel of vllm-rbln, from the cache or from the package index.
+def fetch(name: str, version: str) -> Path:
+    """Returns a wheel of `CHECKSUMS`, from the cache or from the package index.
 
     Raises:
         IndexUnreachable: if it is not in the cache and the index does not answer.
         AssertionError: if its checksum is wrong.
     """
-    wheel = download("vllm-rbln", version)
-    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == (WHEELS | PRE_RELEASES)[version], (
-        f"{wheel} is damaged"
-    )
+    wheel = download(name, version)
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == CHECKSUMS[wheel.stem], f"{wheel} is damaged"
     return wheel
 
 
@@ -95,7 +101,7 @@ class Wheel:
     """The modules of a wheel, by path; those that a test reads are parsed."""
 
     def __init__(self, version: str) -> None:
-        with zipfile.ZipFile(fetch(version)) as archive:
+        with zipfile.ZipFile(fetch("vllm-rbln", version)) as archive:
             self.sources = {
                 name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")
             }

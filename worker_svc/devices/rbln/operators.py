@@ -310,17 +310,20 @@ def register_all() -> None:
 def register(namespace: Namespace, operators: Iterable[str]) -> None:
     """Registers a reference and a fake for each operator that is not registered yet.
 
-    The operator for expert layers belongs to the compiler's own kernels.
+    The vendor's Triton operators have no kernel for a CPU; they get only the reference. The operator for expert
+    layers belongs to the compiler's own kernels.
     """
     library = torch.library.Library(namespace, "FRAGMENT")
     for operator in operators:
-        if hasattr(getattr(torch.ops, namespace), operator):
-            continue  # the vendor's own, or registered before
-        library.define(schema(namespace, operator))
+        name = f"{namespace}::{operator}"
+        is_new = not hasattr(getattr(torch.ops, namespace), operator)
+        if is_new:
+            library.define(schema(namespace, operator))
+        elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):  # noqa: SLF001 - no public question
+            continue
         library.impl(operator, _reference(namespace, operator), "CPU")
-        torch.library.register_fake(
-            f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
-        )
+        if is_new:
+            torch.library.register_fake(name, _fake(namespace, operator), lib=library, allow_override=False)
     if namespace == CUSTOM:
         _register_experts(library)
     _LIBRARIES.append(library)

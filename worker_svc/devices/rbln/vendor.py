@@ -7,7 +7,7 @@ Triton operators. The calls are vllm-rbln 0.12.0's.
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,6 +63,9 @@ class Vendor:
                 f"compiling without an NPU needs its name; set {TARGET_VARIABLES[0]},"
                 " for example to RBLN-CA25"
             )
+        if options.compile_only:
+            # Tensors of the NPU are then in this host's memory.
+            os.environ.setdefault("RBLN_DUMMY_DEVICE", "1")
         if options.rbln_num_devices > 1:
             chip = self.chip()
             if not chip.upper().startswith(_COMBINABLE):
@@ -166,8 +169,13 @@ class Vendor:
 
 
 def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    backend = importlib.import_module(COMPILER).rbln_backend
-    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
+    compiler = importlib.import_module(COMPILER).rbln_backend
+
+    # torch_rbln wraps backends by the name `rbln_backend`: after any exception, they run on the CPU.
+    def compiled_or_refused(graph: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+        return compiler(graph, inputs, **given)  # type: ignore[no-any-return]
+
+    return torch.compile(function, backend=compiled_or_refused, dynamic=False, fullgraph=True, options=options)
 
 
 def _declare_triton_operators() -> None:

@@ -10,17 +10,18 @@ import pytest
 from deploy.commands.doctor import main
 from tests.support import tiny_models
 from tests.support.paths import ROOT
-from tests.support.rbln.fake_environment import PACKAGES
+from tests.support.rbln.vendor_packages import environment
 
 Found = tuple[int, dict[str, tuple[str, str]]]
 """The exit code, and each check's status and text."""
 
 
-def doctor(*flags: str, path: str = "", **variables: str) -> Found:
+def doctor(*flags: str, on_npu: bool = False, **variables: str) -> Found:
+    own = environment() if on_npu else {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "doctor", *flags], check=False, capture_output=True, text=True,
         cwd=ROOT, timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), path))), **variables},
+        env={**own, **variables},
     )  # fmt: skip
     lines = [
         line for line in done.stdout.splitlines() if line[:8].strip() in ("ok", "note", "FAILED", "skipped")
@@ -44,23 +45,25 @@ def test_missing_vendor_packages_are_one_failure() -> None:
 
 
 @pytest.fixture(scope="module")
-def with_fakes(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What a doctor finds that runs all checks with fakes of the vendor's packages."""
+def with_the_vendors_packages(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What a doctor finds that runs all checks with the vendor's packages."""
     code = str(tmp_path_factory.mktemp("code"))
-    return doctor("--device", "rbln", "--parity", "--compile-cache-dir", code, path=str(PACKAGES))
+    return doctor("--device", "rbln", "--parity", "--compile-cache-dir", code, on_npu=True)
 
 
-def test_the_vendors_stack_is_checked(with_fakes: Found) -> None:
-    """With fakes of the vendor's packages, the checks run through the code that an NPU would meet."""
-    code, found = with_fakes
+@pytest.mark.npu
+def test_the_vendors_stack_is_checked(with_the_vendors_packages: Found) -> None:
+    """The checks run through the code that an NPU would meet."""
+    code, found = with_the_vendors_packages
     assert {name for name, (status, _) in found.items() if status in ("FAILED", "skipped")} == set()
     assert code == 0
     assert found["kept code"] == ("ok", "1 file for a graph, kept for later starts")
 
 
+@pytest.mark.npu
 @pytest.mark.slow
 def test_triton_kernels_are_checked() -> None:
-    code, found = doctor("--device", "rbln", path=str(PACKAGES), RBLN_USE_CUSTOM_KERNEL="1")
+    code, found = doctor("--device", "rbln", on_npu=True, RBLN_USE_CUSTOM_KERNEL="1")
     assert code == 0, found
     assert "differs from the CPU" in found["attention"][1]
 
@@ -83,9 +86,9 @@ def test_a_made_up_model_equals_the_reference(flags: tuple[str, ...], reused: in
     check_parity(doctor("--parity", "--no-compile-cache", *flags), reused)
 
 
-def test_a_made_up_model_equals_the_reference_with_fakes(with_fakes: Found) -> None:
+def test_a_made_up_model_equals_the_reference_with_the_vendors_packages(with_the_vendors_packages: Found) -> None:
     """It does through the code that an NPU would meet, too."""
-    check_parity(with_fakes, 384)
+    check_parity(with_the_vendors_packages, 384)
 
 
 def check_parity(result: Found, reused: int) -> None:
@@ -103,7 +106,7 @@ def test_windows_and_experts_run_through_the_fakes(family: str, tmp_path: Path) 
     folder = tiny_models.write(family, tmp_path / "model")
     code, found = doctor(
         "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32",
-        "--compile-cache-dir", str(tmp_path / "code"), path=str(PACKAGES),
+        "--compile-cache-dir", str(tmp_path / "code"), on_npu=True,
     )  # fmt: skip
     assert code == 0
     assert [found[name][0] for name in PARITY] == ["ok"] * len(PARITY)
@@ -119,7 +122,7 @@ def test_worker_that_cannot_copy_is_a_note(tmp_path: Path) -> None:
     folder = tiny_models.write("gemma3", tmp_path)
     code, found = doctor(
         "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32", "--no-compile-cache",
-        "--no-rbln-use-device-tensor", path=str(PACKAGES),
+        "--no-rbln-use-device-tensor", on_npu=True,
     )  # fmt: skip
     assert code == 0
     assert found["prefix hits"][0] == "note"

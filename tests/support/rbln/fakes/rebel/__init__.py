@@ -1,8 +1,8 @@
-"""A fake of rebel-compiler, as strict about its interface as the vendor's plugin needs it.
+"""A fake of rebel-compiler, as strict about its interface as the vendor's packages need it.
 
-It accepts the calls of the wheels vllm-rbln 0.11.2 and 0.12.0 and refuses everything else. Importing it
-declares the compiler's own attention operators. `FAKE_RBLN_NPU` names the NPU; empty: there is none.
-Other versions (`FAKE_RBLN_VERSION`) do not find one another's code.
+It accepts the calls of torch-rbln 0.12.0 and of vllm-rbln 0.11.2 and 0.12.0, and refuses everything else.
+Importing it declares the compiler's own attention operators. `STUB_RBLN_NPU` names the NPU; empty: there is
+none. Other versions (`FAKE_REBEL_VERSION`) do not find one another's code.
 """
 
 import os
@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
+from rebel import eager
+from rebel.device_info import get_npu_name
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.operators import CUSTOM, SIGNATURES
 
-__version__ = os.environ.get("FAKE_RBLN_VERSION", "0.12.0")
+__all__ = ("CompileContext", "get_npu_name", "storage_of")
+__version__ = os.environ.get("FAKE_REBEL_VERSION", "0.12.0")
 
 operators.register(CUSTOM, SIGNATURES[CUSTOM])
 operators.register_argmax()
-
-
-def get_npu_name(device_id: int = 0) -> str | None:
-    """Returns the name of an NPU, or None without one."""
-    return None if device_id else os.environ.get("FAKE_RBLN_NPU", "RBLN-CA25") or None
-
+eager.forbid()
 
 class CompileContext:
     """What graphs share whose caches lie in the runtime's memory."""

@@ -1,6 +1,7 @@
 """The fake compiler's backend for `torch.compile`: takes whole static graphs and runs them on this host."""
 
 import copy
+import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._dynamo.backends.registry import register_backend
 
 import rebel
 from rebel import CompileContext
+from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import NotLowered, trace
+from worker_svc.devices.rbln.operators import SIGNATURES, TRITON
 
 OPTIONS = frozenset(
     [
@@ -74,6 +78,7 @@ class ContextRuntime(Runtime):
             )[..., :num_tokens, :].clone()
 
 
+@register_backend(name="rbln")  # type: ignore[untyped-decorator]
 def rbln_backend(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
@@ -82,6 +87,8 @@ def rbln_backend(
     Raises:
         RuntimeError: names an option, an input, an operator or a shape that the compiler does not take.
     """
+    # The vendor's modules declare these; they have no kernels for a CPU.
+    operators.register(TRITON, (name for name in SIGNATURES[TRITON] if hasattr(torch.ops.rbln_triton_ops, name)))
     _check_options(options)
     on_device = options.get("model_trace_method") == "export"
     if "compile_only" not in options["mode"] and rebel.get_npu_name() is None:
@@ -144,7 +151,13 @@ def _check_input(index: int, value: Any, *, on_device: bool) -> None:
 
 
 def _host_view(value: Any) -> Any:
-    return torch.ops.fake_rbln.host_view(value) if isinstance(value, torch.Tensor) else value
+    """Returns a tensor of this host on the memory of one of the NPU, which is the host's with the stub."""
+    if not isinstance(value, torch.Tensor) or value.device.type != "rbln" or not value.numel():
+        return value
+    storage = value.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+    return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def _on_host(

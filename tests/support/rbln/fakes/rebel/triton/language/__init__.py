@@ -1,0 +1,3 @@
+"""Names in the annotations of kernels."""
+
+constexpr = int

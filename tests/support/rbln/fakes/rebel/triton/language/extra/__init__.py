@@ -1,0 +1,1 @@
+"""The vendor's own part of Triton's language."""

@@ -1,0 +1,1 @@
+"""Functions that only kernels and their wrappers call."""
