@@ -27,9 +27,11 @@ class TensorMemory:
         """Allocates nothing; `resolve` returns the memory of a result of `allocate`, or of a view of it."""
         self.allocate = allocate
         self._resolve = resolve
+        self._zeros: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
-        self._resolve(caches).select(dim, block).fill_(0)
+        target = self._resolve(caches).select(dim, block)
+        target.copy_(self._zeros_like(target))
 
     def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
         return "tensors" if groups else "none"
@@ -40,18 +42,24 @@ class TensorMemory:
         """Clears the rest of the target: an old NaN there would break a sequence."""
         tensors = [self._resolve(each) for each in caches]
         targets = [each.select(dim, target) for each in tensors]
+        rests = [each for each in targets if num_tokens < each.shape[-2]]
         torch._foreach_copy_(
-            [each[..., :num_tokens, :] for each in targets],
-            [each.select(dim, source)[..., :num_tokens, :] for each in tensors],
+            [each[..., :num_tokens, :] for each in targets] + [each[..., num_tokens:, :] for each in rests],
+            [each.select(dim, source)[..., :num_tokens, :] for each in tensors]
+            + [self._zeros_like(each)[..., num_tokens:, :] for each in rests],
         )
-        for each in targets:
-            if num_tokens < each.shape[-2]:
-                each[..., num_tokens:, :].fill_(0)
+
+    def _zeros_like(self, block: torch.Tensor) -> torch.Tensor:
+        """Returns zeros to copy from: `fill_` of torch_rbln brings the tensor to the host and back."""
+        key = block.shape, block.dtype
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros(block.shape, dtype=block.dtype).to(block.device)
+        return self._zeros[key]
 
 
 def on_npu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Allocates zeroed memory on the NPU."""
-    return torch.empty(shape, dtype=dtype, device="rbln").fill_(0)
+    return torch.zeros(shape, dtype=dtype).to("rbln")
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
