@@ -14,7 +14,7 @@ from protos.service.settings import load
 from worker_svc.api.model_thread import MODEL_THREAD
 from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
 from worker_svc.settings import Settings
-from worker_svc.vllm_platform import PLATFORM_VARIABLE, silence_libraries
+from worker_svc.vllm_platform import PLATFORM_VARIABLE, prepare_libraries
 
 # Beginnings of the names of threads that may be in torch when the process ends. The last two wait for other
 # ranks.
@@ -62,7 +62,7 @@ def _uses_torch() -> bool:
 
 def prepare_process() -> None:
     """Silences libraries and sets variables for them. Call it before torch and vLLM are imported."""
-    silence_libraries()
+    prepare_libraries()
     # Idle threads must not spin: the gateway and the scheduler need the processor between steps.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -22,10 +22,15 @@ def register() -> str | None:
     return None if spec is None else f"worker_svc.vllm_adapter.platform.{spec.vllm_platform}"
 
 
-def silence_libraries() -> None:
-    """Silences libraries except for errors. Call it before vLLM and transformers are imported."""
+def prepare_libraries() -> None:
+    """Silences libraries except for errors, and keeps torch_rbln off the CPU.
+
+    Call it before torch, vLLM and transformers are imported: an installed torch_rbln is imported by torch, and
+    decides then what to do with operators that it lacks.
+    """
     for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_RBLN_DISABLE_FALLBACK", "all")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -24,7 +24,7 @@ from protos.service.logs import configure
 from protos.service.settings import CONFIG_VARIABLE, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
-from worker_svc.vllm_platform import silence_libraries
+from worker_svc.vllm_platform import prepare_libraries
 
 if TYPE_CHECKING:
     from protos.triptych.v1 import worker_pb2
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         configure("compile", level=settings.log_level, log_format="console")
         check_for_service(os.environ)
         os.environ.pop(CONFIG_VARIABLE, None)  # all its settings become flags of the services
-        silence_libraries()
+        prepare_libraries()
         print(_compile(settings))
     except ConfigurationRefused as error:
         print(f"triptych compile: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from protos.service.logs import configure
 from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings, given_flags, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
-from worker_svc.vllm_platform import silence_libraries
+from worker_svc.vllm_platform import prepare_libraries
 
 _JSON: Final = "--json"
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = given_flags(cls, arguments, foreign and VllmFlags())
     report.describe("settings", setting_sources(settings, given))
     configure("doctor", level="warning", log_format="console")
-    silence_libraries()
+    prepare_libraries()
     report.check("environment", _variables)
     os.environ.pop(CONFIG_VARIABLE, None)  # services get all settings as flags
     _check(settings, report)

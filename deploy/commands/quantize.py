@@ -74,9 +74,9 @@ def _check_served(source: Path) -> None:
         return  # nothing to check, so vLLM need not be imported, which takes seconds
     from worker_svc.devices.registry import choose_device
     from worker_svc.vllm_adapter import startup
-    from worker_svc.vllm_platform import silence_libraries
+    from worker_svc.vllm_platform import prepare_libraries
 
-    silence_libraries()
+    prepare_libraries()
     startup.prepare(choose_device("auto"))
     from worker_svc.vllm_adapter.configuration import refusal_on_error, register_model_class
 

@@ -110,9 +110,9 @@ def main() -> int:
 def _import() -> None:
     from worker_svc import service  # noqa: F401 - imports what a worker needs
     from worker_svc.vllm_adapter import model, startup  # noqa: F401
-    from worker_svc.vllm_platform import silence_libraries
+    from worker_svc.vllm_platform import prepare_libraries
 
-    silence_libraries()
+    prepare_libraries()
     startup.prepare("cpu")
     gc.collect()
     gc.freeze()
