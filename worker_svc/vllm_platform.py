@@ -25,8 +25,8 @@ def register() -> str | None:
 def prepare_libraries() -> None:
     """Silences libraries except for errors, and keeps torch_rbln off the CPU.
 
-    Call it before torch, vLLM and transformers are imported: an installed torch_rbln is imported by torch, and
-    decides then what to do with operators that it lacks.
+    Call it before torch, vLLM and transformers are imported: torch imports an installed torch_rbln, which
+    decides then about operators that it lacks.
     """
     for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -259,7 +259,7 @@ def test_the_triton_operators_are_declared_by_the_modules_that_a_worker_imports(
 
 
 def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
-    """So do the fakes of the vendor's packages: they take the newest plugin's options and no others."""
+    """So does the fake of the compiler: it takes the newest plugin's options and no others."""
     passed = {
         str(node.args[0].value)
         for node in ast.walk(wheel.module("vllm_rbln/compilation/compiler.py"))

@@ -1,4 +1,4 @@
-"""NPU graphs are compiled without an NPU and found by a worker that has one, with the vendor's fakes."""
+"""NPU graphs are compiled without an NPU and found by a worker that has one, with the vendor's packages."""
 
 from pathlib import Path
 

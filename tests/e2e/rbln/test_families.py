@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.rbln.vendor_packages import environment
 from tests.support.rbln.graph_process import Job, Result
+from tests.support.rbln.vendor_packages import environment, printed_json
 from tests.support.tiny_models import FAMILIES as OLDER
 from tests.support.zoo import families
 
@@ -43,7 +43,7 @@ def run_all(folder: Path, backend: Literal["rbln", "rbln-check"]) -> dict[str, R
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=200, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    results = [Result(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+    results = [Result(**fields) for fields in printed_json(done.stdout)]
     return dict(zip(FAMILIES, results, strict=True))
 
 

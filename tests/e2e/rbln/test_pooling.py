@@ -1,4 +1,4 @@
-"""Pooling models on device rbln, with fakes of the vendor's packages and with rbln-check."""
+"""Pooling models on device rbln, with the vendor's packages and with rbln-check."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,8 +33,8 @@ Expected = Callable[[Sequence[str]], dict[str, Result]]
 CHECK = ("--rbln-backend", "rbln-check")
 # By name, what compiles graphs: the flags, and the environment.
 COMPILERS = {
-    "fakes": ((), {}),
-    "fakes-runtime": ((), {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}),
+    "vendor": ((), {}),
+    "vendor-runtime": ((), {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}),
     "check": (CHECK, {}),
 }
 
@@ -75,8 +75,8 @@ def expected(models: dict[str, Path]) -> Expected:
 @pytest.mark.parametrize(
     ("compiler", "names"),
     [
-        ("fakes", ("mean", "bert-pairs", "modernbert", "minilm")),
-        ("fakes-runtime", ("causal", "bert-tokens")),
+        ("vendor", ("mean", "bert-pairs", "modernbert", "minilm")),
+        ("vendor-runtime", ("causal", "bert-tokens")),
         ("check", ("mean", "roberta", "qwen3", "bert-pairs", "bert-tokens")),
     ],
 )

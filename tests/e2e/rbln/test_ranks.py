@@ -1,4 +1,4 @@
-"""Replicas of several ranks on device rbln, with fakes of the vendor's packages."""
+"""Replicas of several ranks on device rbln, with the vendor's packages."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A worker on device rbln, with fakes of the vendor's packages, behind a scheduler."""
+"""A worker on device rbln, with the vendor's packages, behind a scheduler."""
 
 from dataclasses import dataclass
 from pathlib import Path

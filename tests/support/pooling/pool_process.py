@@ -15,6 +15,7 @@ import torch
 from protos.service.settings import load
 from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.paths import ROOT
+from tests.support.rbln.vendor_packages import printed_json
 from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.pooling import PoolRunner
@@ -112,7 +113,7 @@ def run_jobs(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Result
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=140, env=dict(environment),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    results: list[dict[str, Any]] = printed_json(done.stdout)
     return [Result(**fields) for fields in results]
 
 

@@ -1,14 +1,15 @@
 """The vendor's packages for NPUs, as far as they can be had: `python -m tests.support.rbln.vendor_packages`.
 
-torch-rbln and the Python code of vllm-rbln are the vendor's own wheels. They are unpacked into a folder of their
-own, because an installed torch-rbln is loaded by every process that imports torch. The compiler and the runtime
-are not public: `rebel` is a fake (`fakes/`), and the runtime's library is built here from `stub/`. Symbols that
-the wheel needs and the stub does not define are generated, so the stub follows new versions of the wheel.
+torch-rbln and vllm-rbln are the vendor's own wheels. They have their own folder, because every process that
+imports torch loads an installed torch-rbln. The compiler and the runtime are not public: `rebel` is a fake
+(`fakes/`), and the runtime's library is built here from `stub/`. Symbols that the wheel needs and the stub
+does not define are generated, so the stub follows new versions of the wheel.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.support.paths import ROOT
 from tests.support.rbln import wheels
@@ -99,6 +100,12 @@ def environment(**changed: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **changed,
     }
+
+
+def printed_json(stdout: str) -> Any:
+    """Returns the last line of JSON. The vendor's library writes its messages to stdout, too."""
+    line = [each for each in stdout.splitlines() if each.startswith(("[{", "{"))][-1]
+    return json.loads(line)
 
 
 def compile_blindly(model: Path, folder: Path, *flags: str, **variables: str) -> tuple[int, str]:

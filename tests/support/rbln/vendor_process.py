@@ -1,4 +1,4 @@
-"""Uses device rbln with fakes of the vendor's packages: `python -m tests.support.rbln.vendor_process`.
+"""Uses device rbln with the vendor's packages: `python -m tests.support.rbln.vendor_process`.
 
 The output is a JSON object: what each function here returns, by its name.
 """

@@ -310,8 +310,8 @@ def register_all() -> None:
 def register(namespace: Namespace, operators: Iterable[str]) -> None:
     """Registers a reference and a fake for each operator that is not registered yet.
 
-    The vendor's Triton operators have no kernel for a CPU; they get only the reference. The operator for expert
-    layers belongs to the compiler's own kernels.
+    The vendor's Triton operators have no kernel for a CPU and get only the reference. The operator for
+    expert layers belongs to the compiler's own kernels.
     """
     library = torch.library.Library(namespace, "FRAGMENT")
     for operator in operators:

@@ -172,10 +172,14 @@ def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) ->
     compiler = importlib.import_module(COMPILER).rbln_backend
 
     # torch_rbln wraps backends by the name `rbln_backend`: after any exception, they run on the CPU.
-    def compiled_or_refused(graph: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Callable[..., Any]:
+    def compiled_or_refused(
+        graph: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any
+    ) -> Callable[..., Any]:
         return compiler(graph, inputs, **given)  # type: ignore[no-any-return]
 
-    return torch.compile(function, backend=compiled_or_refused, dynamic=False, fullgraph=True, options=options)
+    return torch.compile(
+        function, backend=compiled_or_refused, dynamic=False, fullgraph=True, options=options
+    )
 
 
 def _declare_triton_operators() -> None:

@@ -86,7 +86,9 @@ def test_a_made_up_model_equals_the_reference(flags: tuple[str, ...], reused: in
     check_parity(doctor("--parity", "--no-compile-cache", *flags), reused)
 
 
-def test_a_made_up_model_equals_the_reference_with_the_vendors_packages(with_the_vendors_packages: Found) -> None:
+def test_a_made_up_model_equals_the_reference_with_the_vendors_packages(
+    with_the_vendors_packages: Found,
+) -> None:
     """It does through the code that an NPU would meet, too."""
     check_parity(with_the_vendors_packages, 384)
 

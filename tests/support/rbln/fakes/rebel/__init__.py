@@ -22,6 +22,7 @@ operators.register(CUSTOM, SIGNATURES[CUSTOM])
 operators.register_argmax()
 eager.forbid()
 
+
 class CompileContext:
     """What graphs share whose caches lie in the runtime's memory."""
 

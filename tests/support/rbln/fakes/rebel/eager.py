@@ -1,4 +1,4 @@
-"""Refuses operators outside of graphs: the vendor's own would compute on the host, without a word for small tensors."""
+"""Refuses operators outside of graphs. The vendor's own compute small tensors on the host, without a word."""
 
 from typing import Any, Final
 
@@ -14,11 +14,11 @@ _LIBRARIES: list[torch.library.Library] = []
 
 def forbid() -> None:
     """Replaces the vendor's kernels of device "rbln", except for memory, views and copies."""
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, operator = name.partition("::")
         if namespace == "aten" and not operator.startswith(_ALLOWED):
-            library.impl(operator, _refusal(name), "PrivateUse1", allow_override=True)
+            library.impl(operator, _refusal(name), "PrivateUse1", allow_override=True)  # type: ignore[no-untyped-call]
     _LIBRARIES.append(library)
 
 

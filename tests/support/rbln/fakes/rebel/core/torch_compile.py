@@ -53,7 +53,7 @@ class Runtime:
             self._outputs = [torch.empty_like(each, device=device) for each in results]
         for output, result in zip(self._outputs, results, strict=True):
             if self._compile_only:
-                output.fill_(torch.nan if result.is_floating_point() else 0)
+                output.copy_(torch.full_like(result, torch.nan if result.is_floating_point() else 0))
             else:
                 output.copy_(result)
         return tuple(self._outputs)
@@ -78,7 +78,7 @@ class ContextRuntime(Runtime):
             )[..., :num_tokens, :].clone()
 
 
-@register_backend(name="rbln")  # type: ignore[untyped-decorator]
+@register_backend(name="rbln")
 def rbln_backend(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
@@ -88,7 +88,9 @@ def rbln_backend(
         RuntimeError: names an option, an input, an operator or a shape that the compiler does not take.
     """
     # The vendor's modules declare these; they have no kernels for a CPU.
-    operators.register(TRITON, (name for name in SIGNATURES[TRITON] if hasattr(torch.ops.rbln_triton_ops, name)))
+    operators.register(
+        TRITON, (name for name in SIGNATURES[TRITON] if hasattr(torch.ops.rbln_triton_ops, name))
+    )
     _check_options(options)
     on_device = options.get("model_trace_method") == "export"
     if "compile_only" not in options["mode"] and rebel.get_npu_name() is None:
