@@ -1,29 +1,20 @@
 """Device rbln emits the operators that the vendor's plugin calls, according to the sources of its wheels."""
 
 import ast
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from protos.steps import GroupKind
 from tests.support.rbln.vendor_packages import FAKES
 from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, IndexUnreachable, Wheel
-from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln import operators
-from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
-from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
-from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
+from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, Namespace
+from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.devices.registry import DeviceOptions
-from worker_svc.shapes import AttentionLayer, KvGroup
 
 pytestmark = [pytest.mark.contract, pytest.mark.npu]
 
-BACKEND = "vllm_rbln/v1/attention/backends/flash_attention.py"
 # A keyword of 0.12.1's custom operators, read from their schemas.
 KEYWORD = "is_prompt_sorted"
 # Out of scope: latent, sparse and masked attention are not supported, and the others are not attention.
@@ -88,43 +79,9 @@ def test_every_call_of_the_plugin_fits_our_signature(wheel: Wheel, namespace: Na
             }
 
 
-def test_triton_operators_are_declared_as_ours(wheel: Wheel) -> None:
-    declared = [each for each in wheel.declarations(TRITON) if not each.operator.startswith(MASKED)]
-    assert {found.operator for found in declared} == set(SIGNATURES[TRITON])
-    for found in declared:
-        assert list(found.names) == [argument.name for argument in SIGNATURES[TRITON][found.operator]]
-        assert set(found.annotations) == {"torch.Tensor"}
-        assert found.operator.endswith(("_prefill", "_decode"))
-
-
 def test_custom_operators_are_the_runtime_s(wheel: Wheel) -> None:
     """Neither wheel declares them, so our argument names come from the calls."""
     assert wheel.declarations(CUSTOM) == []
-
-
-def test_cache_layouts_are_ours(wheel: Wheel) -> None:
-    """The block dimension matches in each namespace; the older plugin uses the Triton layout for both."""
-    devices = {
-        namespace: RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
-        for namespace in NAMESPACES
-    }
-    group = group_of(GroupKind.FULL)
-    assert devices[TRITON].cache_shape(group, 7, 1024) == (2, 7, 2, 1, 1024, 64)
-    assert devices[CUSTOM].cache_shape(group, 7, 1024) == (7, 2, 2, 1, 1024, 64)
-    if not is_newest(wheel):
-        expected = "(2, num_blocks, num_kv_heads, 1, block_size, head_size)"
-        assert wheel.returned(BACKEND, "get_kv_cache_shape") == expected
-        return
-    axis = wheel.returned("vllm_rbln/v1/attention/kv_cache_bindings.py", "attention_block_axis")
-    assert axis == f"{devices[TRITON].block_dim} if use_custom_kernel else {devices[CUSTOM].block_dim}"
-    source = ast.unparse(wheel.function(BACKEND, "get_kv_cache_shape"))
-    assert "shape = [2, num_kv_heads, 1, block_size, head_size]" in source
-    assert "shape.insert(axis, num_blocks)" in source
-
-
-def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
-    sizes = ast.literal_eval(wheel.returned(BACKEND, "get_supported_head_sizes"))
-    assert tuple(sizes) == _HEAD_SIZES
 
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
@@ -160,102 +117,6 @@ def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None
     compiled = ast.unparse(wheel.function(module, "compile_sampler"))
     assert "num_devices=1 if use_device_tensor" in compiled.lower()
     assert "use_cache=False" in compiled
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls of attention operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, operator = func._schema.name.partition("::")
-        if namespace in NAMESPACES:
-            assert not kwargs  # torch omits a keyword with its default value
-            self.calls.append((namespace, operator, args))
-        return func(*args, **kwargs or {})
-
-
-def group_of(kind: GroupKind) -> KvGroup:
-    window = 0 if kind is GroupKind.FULL else 256
-    return KvGroup(0, (AttentionLayer("a", 6, 2, 64, window, torch.float32),), kind)
-
-
-def steps(kind: GroupKind, partitions: int) -> Iterator[StepInput]:
-    """Yields a prefill chunk and a decode step with a padded row."""
-    one, two = torch.ones((1, 1), dtype=torch.int32), torch.ones((2, 1), dtype=torch.int32)
-    if kind is GroupKind.IN_PLACE_WINDOW:
-        yield InPlaceInput(one * 5, one * 9, one, 4)
-        yield InPlaceInput(two * 5, two * 6, two * torch.tensor([[1], [0]]).int(), 1)
-        return
-    tables = torch.zeros((2, partitions), dtype=torch.int32)
-    tables[0] = 1
-    yield PagedInput(one[0] * 7, torch.tensor([0, 3]).int(), tables[:1], torch.zeros(4).long(), 3)
-    yield PagedInput(two[:, 0] * 8, torch.tensor([0, 1, 2]).int(), tables, torch.zeros(2).long(), 2)
-
-
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_what_the_device_emits_is_what_the_plugin_calls(wheel: Wheel, namespace: Namespace) -> None:
-    calls = attention_calls(wheel, namespace)
-    device = RblnDevice(DeviceOptions("rbln-check", rbln_use_custom_kernel=namespace == TRITON))
-    device.check_available()
-    kinds = [GroupKind.FULL, GroupKind.IN_PLACE_WINDOW]
-    if namespace == CUSTOM and is_newest(wheel):
-        kinds.append(GroupKind.PAGED_WINDOW)
-    emitted = set()
-    with_sinks = (False, True) if namespace == CUSTOM else (False,)
-    for kind, partitions, sinks in itertools.product(kinds, (1, 2), with_sinks):
-        group = group_of(kind)
-        params = AttentionParams(6, 2, 64, 0.125, group.window, 0.0, writes=True, sinks=sinks)
-        device.check_attention(params)
-        cache = torch.zeros(device.cache_shape(group, 3, 1024))
-        for step in steps(kind, partitions):
-            plan = device.plan(group, 1024, step)
-            tokens = plan.rows * plan.query_len
-            query, key = torch.randn((tokens, 6, 64)), torch.randn((tokens, 2, 64))
-            with Recorder() as recorder:
-                output = torch.empty_like(query)
-                device.attend(
-                    AttentionCall(params, query, key, key, cache, output, torch.zeros(6) if sinks else None),
-                    plan,
-                )
-            ((used, operator, arguments),) = recorder.calls
-            assert used == namespace
-            emitted.add(operator)
-            given = dict(zip(roles_of(operator, calls[operator].arguments), arguments, strict=False))
-            assert given["kv_cache"].data_ptr() == cache.data_ptr()
-            assert given["q"].shape == (plan.rows, 2, 3, plan.query_len, 64)
-            assert given["k"].shape == given["v"].shape == (plan.rows, 2, 1, plan.query_len, 64)
-            assert given["scale"].item() == 0.125
-            if "dummy" in given:
-                assert given["dummy"] is given["scale"]
-            for role in ("seq_idx", "cache_seq_len", "cache_offset", "block_tables"):
-                if role in given:
-                    assert given[role] is getattr(plan, role)
-                    assert given[role].dtype == (torch.int32 if namespace == TRITON else torch.int64)
-            if kind is GroupKind.PAGED_WINDOW:
-                assert given["window_size"] == 256
-            # With sinks the plugin never uses the single-block kernels.
-            assert not (sinks and operator.startswith("causal_"))
-            assert (given["sinks"].shape == (6, 1)) if sinks else given.get("sinks") is None
-            for role in ("attn_mask", "k_quantize_scale", "v_quantize_scale", "cache_dtype"):
-                assert given.get(role) is None
-    masked = {name for name in calls if "mask" in roles_of(name, calls[name].arguments)}
-    assert emitted == set(calls) - masked
-
-
-def test_the_triton_operators_are_declared_by_the_modules_that_a_worker_imports(wheel: Wheel) -> None:
-    declared = {
-        node.value.partition("::")[2]
-        for name in TRITON_MODULES
-        for node in ast.walk(wheel.module(f"{name.replace('.', '/')}.py"))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.startswith(f"{TRITON}::")
-    }
-    kernels = ("causal_attention_naive", "flash_causal_attention_naive", "sliding_window_attention_naive")
-    assert declared == {f"{kernel}_{phase}" for kernel in kernels for phase in ("prefill", "decode")}
 
 
 def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:

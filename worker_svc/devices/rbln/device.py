@@ -155,7 +155,8 @@ class RblnDevice(Device):
         # The vendor's order: the optimized form, else the custom one, else plain operators. Both forms are
         # one operator today.
         self._has_expert_kernel = options.rbln_moe_use_opt_kernel or options.rbln_moe_custom_kernel
-        self._integers = torch.int32 if self.namespace == TRITON else torch.int64
+        # As the plugin has them; all its other integers are int32.
+        self._positions = torch.int32 if self.namespace == TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
         self._vendor = Vendor(options)
@@ -266,7 +267,8 @@ class RblnDevice(Device):
         for what, needed in unserved.items():
             if needed:
                 raise ConfigurationRefused(f"device rbln has no kernels for {what}; choose another model")
-        self._scales[params.scale] = self._placed(torch.tensor(params.scale))
+        for scale in (params.scale, 1.0):
+            self._scales[scale] = self._placed(torch.tensor(scale))
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """A block of an in-place group is a window; the kernels see `block_size / window` in a paged block.
@@ -389,7 +391,7 @@ class RblnDevice(Device):
         rows = table.shape[0]
 
         def placed(integers: torch.Tensor) -> torch.Tensor:
-            return self._placed(integers.to(self._integers))
+            return self._placed(integers.to(torch.int32))
 
         if isinstance(step, InPlaceInput):
             prefill = step.query_len > 1
@@ -410,7 +412,7 @@ class RblnDevice(Device):
             query_len=query_len,
             is_sorted=self.sorts_rows,
             block_tables=placed(table[0] if query_len > 1 else table),
-            seq_idx=placed(_start(step)),
+            seq_idx=self._placed(_start(step).to(self._positions)),
         )
 
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
@@ -466,6 +468,9 @@ class RblnDevice(Device):
                 "is_causal": True,
                 "sinks": None if sinks is None else sinks[:, None],
                 "is_prompt_sorted": plan.is_sorted,
+                # The plugin passes these for caches of any type.
+                "k_quantize_scale": self._scales[1.0],
+                "v_quantize_scale": self._scales[1.0],
             },
         )
         attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)

@@ -3,7 +3,8 @@
 Each argument of the attention operators has a role, which is the same in every operator (`q`, `scale`, …),
 and a name, which differs between the namespaces. The order of scale and position also differs, and releases
 add arguments, so only `emit` passes arguments by position, as `call_form` has read them. The sources are the
-wheels vllm-rbln 0.12.0 and 0.11.2; `tests/contract/worker/test_rbln_wheels.py` compares with them.
+wheels vllm-rbln 0.12.0 and 0.11.2; `tests/contract/worker/test_rbln_oracle.py` compares with the first at
+work, `test_rbln_wheels.py` with the text of both.
 
 The references have no loops over rows, and their shapes never depend on the tensors' contents.
 """

@@ -1,0 +1,29 @@
+"""Device rbln calls operators as the vendor's own code does; see `tests/support/rbln/oracle.py`."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.rbln.vendor_packages import installed
+from tests.support.rbln.wheels import IndexUnreachable
+
+pytestmark = [pytest.mark.contract, pytest.mark.npu, pytest.mark.timeout(300)]
+
+
+def test_calls_operators_and_buckets_are_the_vendor_s() -> None:
+    try:
+        installed()
+    except IndexUnreachable as error:
+        pytest.skip(f"the package index that has the vendor's wheels cannot be reached: {error}")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-seed", "0",
+            "tests/support/rbln/oracle.py",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
