@@ -105,7 +105,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of a model on the Hugging Face hub."""
     device: DeviceSetting = "auto"
-    """Device to run on. auto takes a GPU if available, else the CPU."""
+    """Device to run on. auto takes an NPU if available, else a GPU, else the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Ranks that split every layer of the model between them."""
     pipeline_parallel_size: int = Field(1, ge=1, le=1024)

@@ -10,6 +10,7 @@ tests. `expert_routing` chooses a token's experts. The rooms above import this o
 import pkgutil
 from typing import TYPE_CHECKING
 
+from protos.service.logs import get_logger
 from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, choose_device
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ def open_device(setting: DeviceSetting, options: DeviceOptions | None = None) ->
         import torch
 
         torch.set_num_threads(options.cpu_threads)
-    device: Device = pkgutil.resolve_name(DEVICES[choose_device(setting)].implementation)(options)
+    chosen = choose_device(setting)
+    if setting == "auto":
+        get_logger().info("device_chosen", device=chosen)
+    device: Device = pkgutil.resolve_name(DEVICES[chosen].implementation)(options)
     device.check_available()
     return device

@@ -1,14 +1,18 @@
 """All supported devices and their differences before a device is opened. Imports no torch."""
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
+from protos.service.logs import get_logger
+
 DeviceName = Literal["cpu", "cuda", "rbln"]
 DeviceSetting = Literal["auto", DeviceName]
-"""The setting `--device`; `auto` is a GPU if present, else the CPU."""
+"""The setting `--device`; see `choose_device`."""
 RblnBackend = Literal["rbln", "rbln-check"]
 """The setting `--rbln-backend`."""
 
@@ -62,6 +66,8 @@ RBLN: Final = DeviceSpec(
     visible_by=("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"),
     is_exclusive=True,
 )
+RBLN_PACKAGES: Final = ("rebel", "torch_rbln")
+"""The vendor's packages for NPUs: compiler and runtime, and torch's device."""
 DEVICES: Final[Mapping[str, DeviceSpec]] = MappingProxyType({spec.name: spec for spec in (CPU, CUDA, RBLN)})
 
 
@@ -101,11 +107,29 @@ class DeviceOptions:
 
 
 def choose_device(setting: DeviceSetting) -> DeviceName:
-    """Returns the device of a setting. `auto` imports torch."""
+    """Returns the device of a setting.
+
+    `auto` is an NPU if present, else a GPU, else the CPU; it imports torch.
+    """
     if setting != "auto":
         return setting
+    if _has_npu():
+        return RBLN.name
     # Asks the driver's management library, which leaves CUDA uninitialized in this process.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     return CUDA.name if torch.cuda.is_available() else CPU.name
+
+
+def _has_npu() -> bool:
+    """Whether the vendor's runtime finds an NPU. Imports nothing without the vendor's packages."""
+    if any(importlib.util.find_spec(name) is None for name in RBLN_PACKAGES):
+        return False
+    try:
+        npus = importlib.import_module("torch_rbln").device
+    except (ImportError, OSError, RuntimeError) as error:  # such as a library of another version
+        reason = next(iter(str(error).splitlines()), "")
+        get_logger().warning("npu_unusable", reason=reason, advice="triptych doctor --device rbln")
+        return False
+    return npus.is_available() and npus.device_count() > 0 and not npus.is_dummy_device()

@@ -14,9 +14,8 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.registry import DeviceOptions
+from worker_svc.devices.registry import RBLN_PACKAGES, DeviceOptions
 
-PACKAGES: Final = ("rebel", "torch_rbln")
 COMPILER: Final = "rebel.core.torch_compile"
 """The module with the backend for `torch.compile`."""
 TARGET_VARIABLES: Final = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")
@@ -54,7 +53,7 @@ class Vendor:
         options = self._options
         if profiler := os.environ.get("VLLM_RBLN_PROFILER"):  # vLLM-RBLN's name of the runtime's variable
             os.environ.setdefault("RBLN_PROFILER", profiler)
-        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in RBLN_PACKAGES if importlib.util.find_spec(name) is None]:
             raise ConfigurationRefused(
                 f"device rbln needs the vendor's packages {' and '.join(missing)}; use --device cpu or cuda"
             )

@@ -234,6 +234,14 @@ def test_listed_npus_are_divided(variable: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("all_npus")
+def test_workers_of_device_auto_get_npus_of_their_own() -> None:
+    """They may find NPUs, which processes cannot share."""
+    settings = load(LaunchSettings, ["--device", "auto", "--workers", "2"])
+    environments = [service_flags.worker_environment(settings, index) for index in range(2)]
+    assert environments == [{"RBLN_DEVICES": "0"}, {"RBLN_DEVICES": "1"}]
+
+
+@pytest.mark.usefixtures("all_npus")
 def test_the_older_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RBLN_DEVICES", "1,0")
     monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "2,3")
