@@ -146,6 +146,18 @@ class Device(abc.ABC):
         """Whether kernels need the rows of a decode step in descending order of length."""
         return False
 
+    @property
+    def default_collectives(self) -> str:
+        """The backend of the default process group, which holds all ranks of a replica."""
+        return "gloo"
+
+    def prepare_ranks(self, master: str) -> None:  # noqa: B027 - optional
+        """Prepares for process groups of ranks that meet at host:port, an address of rank 0's host.
+
+        Raises:
+            Unavailable: if the device's collectives cannot use the address.
+        """
+
     def identity(self) -> str:
         """Returns the device's unique identity; empty if ranks of a stage may share it."""
         return ""

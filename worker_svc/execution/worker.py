@@ -333,12 +333,15 @@ class Worker:
             raise Unavailable("this rank ends after a failed configuration; retry once it is back")
         assert engine is not None, "the worker is prepared"
         if not self.epoch:
+            if self._settings.master:
+                self.device.prepare_ranks(self._settings.master)
             self.epoch, self._is_apart = epoch, True
             self._group = RankGroup(
                 self.layout,
                 self.device.torch_device,
                 master=self._settings.master,
                 epoch=epoch,
+                default=self.device.default_collectives,
                 collectives=self.device.collectives,
                 compiled=self.device.has_own_compiler,
                 identity=self.device.identity(),

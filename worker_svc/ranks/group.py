@@ -175,6 +175,7 @@ class RankGroup:
         *,
         master: str,
         epoch: str,
+        default: str = "gloo",
         collectives: str = "gloo",
         compiled: bool = False,
         identity: str = "",
@@ -188,6 +189,7 @@ class RankGroup:
             master: host:port where rank 0 listens for the others. Empty for a lone rank that compiles its
             graphs: collectives then return at once, as if the others sent this rank's data.
             epoch: name of this forming of the group. Ranks of different epochs never meet.
+            default: the backend of the default process group.
             collectives: the backend that joins the tensors of a stage.
             compiled: whether the device's own compiler compiles the collectives.
             identity: the device's unique identity; empty if the ranks of a stage may share it.
@@ -203,7 +205,7 @@ class RankGroup:
         host = link = "fake"
         if master:
             host, link = "gloo", distributed.get_default_backend_for_device(device)
-        _meet(layout, host, master, epoch)
+        _meet(layout, default if master else "fake", master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
         devices = self._agree(facts, identity) if master else [""] * len(everyone)
@@ -268,6 +270,11 @@ def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
         get_logger().info("joining", rank=layout.rank, master=master, waits_for_ranks=others, limit_s=_JOIN_S)
     try:
         store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
+        if master:
+            # Not every backend waits for the others, or reports their absence.
+            store.set(f"joining/{layout.rank}", "")
+            everyone = [f"joining/{rank}" for rank in range(layout.world_size)]
+            store.wait(everyone, timedelta(seconds=_JOIN_S))
         distributed.init_process_group(
             backend, store=store, rank=layout.rank, world_size=layout.world_size,
             timeout=timedelta(seconds=_JOIN_S),

@@ -47,7 +47,7 @@ from worker_svc.devices.rbln.operators import (
     emit_argmax,
     emit_experts,
 )
-from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor
+from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor, use_addresses
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes import NULL_BLOCK, KvGroup
 
@@ -193,6 +193,15 @@ class RblnDevice(Device):
     @property
     def collectives(self) -> str:
         return "rbln-ccl" if self._has_tensors else "gloo"
+
+    @property
+    def default_collectives(self) -> str:
+        """The vendor's groups take their NPU from the default group, which must be the vendor's."""
+        return self.collectives
+
+    def prepare_ranks(self, master: str) -> None:
+        if self._has_tensors:
+            use_addresses(master)
 
     def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:
         self._vendor.groups = {name: list(ranks) for name, ranks in groups.items()}

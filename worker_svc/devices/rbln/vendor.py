@@ -7,13 +7,15 @@ Triton operators. The calls are vllm-rbln 0.12.0's.
 import importlib
 import importlib.util
 import os
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, Unavailable
+from protos.service.logs import get_logger
 from worker_svc.devices.registry import RBLN_PACKAGES, DeviceOptions
 
 COMPILER: Final = "rebel.core.torch_compile"
@@ -28,6 +30,8 @@ TRITON_MODULES: Final = (
 """Importing these declares the Triton operators that `RblnDevice.plan` names."""
 # By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py).
 _MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
+# Addresses of the hosts of rank 0 and of this rank, for the vendor's collectives.
+_ADDRESSES = ("RBLN_ROOT_IP", "RBLN_LOCAL_IP")
 # Several of these NPUs can work as one device.
 _COMBINABLE = "RBLN-CA"
 
@@ -75,6 +79,11 @@ class Vendor:
         if options.world_size > 1:
             # The vendor's collectives read these when their backend is made.
             os.environ |= {"LOCAL_RANK": str(options.rank), "WORLD_SIZE": str(options.world_size)}
+            os.environ["RBLN_CTX_STANDALONE"] = "1"  # as vllm-rbln sets it for ranks
+            if os.environ.get("RBLN_RUNTIME_FORCE_SYNC") == "1":
+                get_logger().warning(
+                    "rbln_runtime_synchronous", advice="unset RBLN_RUNTIME_FORCE_SYNC: it slows ranks"
+                )
             if options.rbln_use_device_tensor:
                 os.environ["RCCL_PORT_GEN"] = "1"
         if options.rbln_use_device_tensor:
@@ -165,6 +174,34 @@ class Vendor:
         if folder is not None:
             options["cache_dir"] = str(folder)
         return options
+
+
+def use_addresses(master: str) -> None:
+    """Sets RBLN_ROOT_IP and RBLN_LOCAL_IP, the hosts of rank 0 and of this rank, unless they are set.
+
+    torch_rbln would take 127.0.0.1, where ranks of several hosts never meet.
+
+    Args:
+        master: host:port of rank 0.
+
+    Raises:
+        Unavailable: if the host has no IPv4 address, or no route leads there.
+    """
+    host, _, port = master.rpartition(":")
+    if all(os.environ.get(name, "").strip() for name in _ADDRESSES):
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((host, int(port)))  # sends nothing
+            found = (route.getpeername()[0], route.getsockname()[0])
+    except OSError as error:
+        raise Unavailable(
+            f"NPUs need an IPv4 address of rank 0, and {host} leads to none ({error.strerror or error});"
+            f" change --master, or set {' and '.join(_ADDRESSES)}"
+        ) from error
+    for name, address in zip(_ADDRESSES, found, strict=True):
+        if not os.environ.get(name, "").strip():
+            os.environ[name] = address
 
 
 def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:

@@ -1,0 +1,49 @@
+"""A rank that opens an NPU, joins its replica as a worker does, and prints the results as JSON.
+
+Arguments: the rank and the address of rank 0. The result: the groups' backends, a sum over the stage's ranks,
+and the variables that the vendor's collectives read.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from torch import distributed
+
+from worker_svc.devices import open_device
+from worker_svc.devices.registry import DeviceOptions
+from worker_svc.ranks.group import RankGroup
+from worker_svc.ranks.layout import RankLayout
+
+RANKS = 2
+VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "RBLN_CTX_STANDALONE", "RBLN_ROOT_IP", "RBLN_LOCAL_IP")
+
+
+def main(rank: int, master: str) -> None:
+    """Joins and sums."""
+    device = open_device("rbln", DeviceOptions(rank=rank, world_size=RANKS))
+    device.prepare_ranks(master)
+    ranks = RankGroup(
+        RankLayout(rank=rank, tensor=RANKS), device.torch_device, master=master, epoch="first",
+        default=device.default_collectives, collectives=device.collectives, compiled=device.has_own_compiler,
+    )  # fmt: skip
+    (stage,) = (
+        group for group in distributed.distributed_c10d._world.pg_map if group.group_name in ranks.stage
+    )
+    numbers = torch.full((4,), rank + 1.0).to("rbln")
+    distributed.all_reduce(numbers, group=stage)
+    found = {
+        "default": distributed.get_backend(),
+        "stage": distributed.get_backend(stage),
+        "sum": numbers.tolist(),
+        "exchanged": [each.decode() for each in ranks.exchange(str(rank).encode())],
+        "variables": {name: os.environ.get(name, "") for name in VARIABLES},
+    }
+    print(json.dumps(found), flush=True)
+    ranks.exchange(b"read")  # rank 0 keeps the store until all are done
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
