@@ -28,7 +28,8 @@ TRITON_MODULES: Final = (
     "vllm_rbln.v1.attention.ops.triton_sliding_window_attention_naive",
 )
 """Importing these declares the Triton operators that `RblnDevice.plan` names."""
-# By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py).
+# By prefix of an NPU's name, its memory less the system's share (vllm-rbln 0.12.0, v1/worker/utils.py), for
+# absent NPUs and drivers that cannot be asked.
 _MEMORY = {"RBLN-CA": 16 * 2**30 - 288 * 2**20, "RBLN-CR": 144 * 2**30 - 4 * 2**30}
 # Addresses of the hosts of rank 0 and of this rank, for the vendor's collectives.
 _ADDRESSES = ("RBLN_ROOT_IP", "RBLN_LOCAL_IP")
@@ -114,11 +115,21 @@ class Vendor:
         return str(name)
 
     def memory_bytes(self) -> int:
-        """Returns the memory of this rank's NPUs, less the system's share.
+        """Returns the memory of this rank's NPUs, less the system's share, whether used or free.
+
+        The number of blocks follows from it, and compiled code from that, so it must be the same at every
+        start.
 
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
         """
+        if self._options.rbln_use_device_tensor and not self._options.compile_only:
+            try:
+                _, total = importlib.import_module("torch_rbln.memory").mem_get_info()
+                return int(total)
+            except RuntimeError as error:  # an older driver
+                reason = next(iter(str(error).splitlines()), "")
+                get_logger().warning("npu_memory_estimated", reason=reason)
         chip = self.chip()
         known = next((size for name, size in _MEMORY.items() if chip.upper().startswith(name)), None)
         if known is None:
