@@ -20,7 +20,7 @@ from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.service.environment import check_for_service
-from protos.service.logs import configure
+from protos.service.logs import configure, reserve_stdout
 from protos.service.settings import CONFIG_VARIABLE, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         check_for_service(os.environ)
         os.environ.pop(CONFIG_VARIABLE, None)  # all its settings become flags of the services
         prepare_libraries()
+        reserve_stdout()
         print(_compile(settings))
     except ConfigurationRefused as error:
         print(f"triptych compile: {error}", file=sys.stderr)

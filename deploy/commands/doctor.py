@@ -21,7 +21,7 @@ from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service import environment
 from protos.service.help import similar
-from protos.service.logs import configure
+from protos.service.logs import configure, reserve_stdout
 from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings, given_flags, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.describe("settings", setting_sources(settings, given))
     configure("doctor", level="warning", log_format="console")
     prepare_libraries()
+    reserve_stdout()
     report.check("environment", _variables)
     os.environ.pop(CONFIG_VARIABLE, None)  # services get all settings as flags
     _check(settings, report)

@@ -6,6 +6,7 @@ services it travels in the messages, because one stream carries many requests.
 
 import contextlib
 import logging
+import os
 import sys
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal, TextIO, cast
@@ -22,6 +23,7 @@ LogLevel = Annotated[
 ]
 
 
+_STDOUT, _STDERR = 1, 2
 # A full disk, and a stream that is closed while the process ends.
 _UNWRITABLE = (OSError, ValueError)
 
@@ -72,6 +74,20 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
     logging.basicConfig(
         handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())), force=True
     )
+
+
+def reserve_stdout() -> None:
+    """Keeps standard output for this process's prints: native libraries then write to standard error.
+
+    torch_rbln's library logs to standard output. A `sys.stdout` that a caller has replaced stays.
+    """
+    original = sys.__stdout__
+    if original is None or sys.stdout is not original:
+        return
+    original.flush()
+    own = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    sys.stdout = os.fdopen(own, "w", encoding=original.encoding, errors=original.errors)
 
 
 def _escape(_: object, __: str, entry: structlog.types.EventDict) -> structlog.types.EventDict:
