@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from deploy.checks.check_results import CheckFailed, Note, Report
 
 if TYPE_CHECKING:
+    import torch
+
     from worker_svc.devices.base import Device
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 4, 2, 64
@@ -15,11 +17,19 @@ _HEADS, _KV_HEADS, _HEAD_SIZE = 4, 2, 64
 _TOLERANCE = 0.05
 
 
-def check(device: "Device", report: Report, *, runs: bool) -> None:
-    """Runs all checks; without `runs`, programs are compiled for a device that is not here."""
+def check(device: "Device", report: Report, *, runs: bool) -> "torch.dtype | None":
+    """Runs all checks; without `runs`, programs are compiled for a device that is not here.
+
+    Returns:
+        The type in which the device's own compiler computes float32; `None` if unknown.
+    """
+    found: list[torch.dtype] = []
     report.check("attention", lambda: _attention(device, runs=runs))
+    if device.has_own_compiler and runs:
+        report.check("precision", lambda: _precision(device, found), needs=("attention",))
     if device.has_own_compiler:
         report.check("kept code", lambda: _kept_code(device), needs=("attention",))
+    return next(iter(found), None)
 
 
 def _attention(device: "Device", *, runs: bool) -> str:
@@ -69,6 +79,19 @@ def _attention(device: "Device", *, runs: bool) -> str:
     if not difference <= _TOLERANCE:  # also catches NaN
         raise CheckFailed(f"{difference:.2g} off the CPU's result; update the compiler, or report this")
     return f"made and run in {seconds:.1f} s, differs from the CPU by {difference:.1g}"
+
+
+def _precision(device: "Device", found: "list[torch.dtype]") -> str:
+    """Adds the type in which the device computes float32: the compiler of NPUs chooses it by the chip."""
+    import torch
+
+    # The first needs the digits of float32; the second, more than those of bfloat16.
+    values = torch.tensor([1 + 2**-20, 1 + 2**-9]).repeat(8, 32)
+    with torch.inference_mode():
+        product = device.compile(lambda left, right: left * right)(values, torch.ones_like(values)).cpu()
+    fine, coarse = (float(product[0, place]) for place in range(2))
+    found.append(torch.float32 if fine != 1 else torch.float16 if coarse != 1 else torch.bfloat16)
+    return f"float32 is computed in {str(found[0]).removeprefix('torch.')}"
 
 
 def _kept_code(device: "Device") -> str:

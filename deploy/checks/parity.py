@@ -47,15 +47,18 @@ _TIMES_ROUNDING = 4.0
 _ADVICE = "try --dtype float32, -O 0 and another RBLN_USE_CUSTOM_KERNEL, and report the changes"
 
 
-def check(settings: Settings, report: Report) -> None:
-    """Runs the model of the settings, or a small made-up model, and reports a result for each use of it."""
+def check(settings: Settings, report: Report, computed: torch.dtype | None) -> None:
+    """Runs the model of the settings, or a small made-up model, and reports a result for each use of it.
+
+    `computed` is the type in which the device computes float32; `None` for float32.
+    """
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="triptych-parity-") as folder:
         runs: list[_Parity] = []
 
         def start() -> str:
             started = time.monotonic()
-            runs.append(_Parity(settings, Path(folder)))
+            runs.append(_Parity(settings, Path(folder), computed))
             return f"{settings.model or 'made up'}, ready after {time.monotonic() - started:.1f} s"
 
         if report.check("model", start, needs=("attention",)) != "ok":
@@ -95,7 +98,7 @@ class Answer:
 
 
 class Reference:
-    """The same model in transformers, in float32 and in the device's type."""
+    """The same model in transformers, in float32 and in the type in which the device computes."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> None:
         """Loads the model."""
@@ -151,9 +154,9 @@ def _logprobs(model: Any, answer: Answer) -> torch.Tensor:
 class _Parity:
     """A model on the device, and its reference."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings, folder: Path, computed: torch.dtype | None) -> None:
         """Starts the model; a made-up model is written to `folder`."""
-        self._settings = settings
+        self._settings, self._computed = settings, computed
         if not settings.model:
             dtype = "float32" if settings.dtype == "auto" else settings.dtype  # auto would be half precision
             settings = settings.model_copy(update={"model": str(_make_up(folder)), "dtype": dtype})
@@ -211,7 +214,10 @@ class _Parity:
     def open_reference(self) -> str:
         """Loads the model with transformers."""
         worker, trust = self.worker, self._settings.trust_remote_code
-        self._reference = Reference(worker.folder, worker.description.dtype, trust_remote_code=trust)
+        dtype = worker.description.dtype
+        if dtype == torch.float32 and self._computed is not None:
+            dtype = self._computed
+        self._reference = Reference(worker.folder, dtype, trust_remote_code=trust)
         return "transformers, in float32 on this host"
 
     def prefill(self) -> str:

@@ -127,6 +127,6 @@ def _check(settings: ServiceSettings, report: Report) -> None:
         from deploy.checks import device as device_checks
         from deploy.checks import parity
 
-        device_checks.check(device, report, runs=not settings.compile_only)
+        computed = device_checks.check(device, report, runs=not settings.compile_only)
         if has_parity:
-            parity.check(settings, report)
+            parity.check(settings, report, computed)
