@@ -24,6 +24,17 @@ del held
 """
 
 
+OLDER_DRIVER = """
+import torch_rbln.memory
+from worker_svc.devices import open_device
+def refuse():
+    raise RuntimeError("the driver has no such query")
+torch_rbln.memory.mem_get_info = refuse
+device = open_device("rbln")
+print(device.free_memory(), device.free_memory(), flush=True)
+"""
+
+
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False,
@@ -58,6 +69,14 @@ def test_memory_is_what_the_driver_can_give() -> None:
     assert done.returncode == 0, done.stderr
     before, after, asked = done.stdout.splitlines()[-1].split()
     assert before == after == asked
+
+
+def test_older_drivers_are_asked_once() -> None:
+    """Every report of a worker contains the memory. The estimate follows from the chip's name."""
+    done = run("-c", OLDER_DRIVER, STUB_RBLN_NPU="RBLN-CA25")
+    assert done.returncode == 0, done.stderr
+    assert f"{16 * 2**30 - 288 * 2**20} {16 * 2**30 - 288 * 2**20}" in done.stdout
+    assert done.stdout.count("npu_memory_estimated") == 1
 
 
 def test_memory_of_an_absent_npu_follows_from_its_name() -> None:

@@ -247,7 +247,7 @@ class RblnDevice(Device):
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
         """
-        return int(psutil.virtual_memory().available) if self._is_check else self._vendor.memory_bytes()
+        return int(psutil.virtual_memory().available) if self._is_check else self._vendor.memory_bytes
 
     def place_weights(self, model: torch.nn.Module) -> None:
         if self._has_tensors:

@@ -4,6 +4,7 @@
 Triton operators. The calls are vllm-rbln 0.12.0's.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -114,8 +115,9 @@ class Vendor:
             )
         return str(name)
 
+    @functools.cached_property
     def memory_bytes(self) -> int:
-        """Returns the memory of this rank's NPUs, less the system's share, whether used or free.
+        """The memory of this rank's NPUs, less the system's share, whether used or free.
 
         The number of blocks follows from it, and compiled code from that, so it must be the same at every
         start.
