@@ -189,6 +189,36 @@ def test_graphs_over_paged_blocks_match_the_reference(
     assert len(device.backend.graphs) == 2
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # copies of programs in torch
+@pytest.mark.parametrize("triton", [False, True])
+def test_exported_programs_write_the_cache(triton: bool) -> None:
+    """The vendor's Triton operators hide the write, and so stay whole when a program becomes functional."""
+    device, group = open_check(triton=triton), group_of(GroupKind.FULL)
+    params = params_of(group)
+    device.check_attention(params)
+    plan = device.plan(group, BLOCK, paged_steps(3)[0])
+
+    class Layer(torch.nn.Module):
+        def forward(
+            self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor
+        ) -> torch.Tensor:
+            output = torch.empty_like(query)
+            device.attend(AttentionCall(params, query, key, value, cache, output), plan)
+            return output
+
+    query, (key, value) = torch.randn((32, HEADS, SIZE)), torch.randn((2, 32, KV_HEADS, SIZE))
+    cache = torch.zeros(device.cache_shape(group, 5, BLOCK))
+    traced = torch.export.export(Layer(), (query, key, value, cache))
+    functional = traced.run_decompositions({})
+    for program in (traced, functional):
+        cache.zero_()
+        program.module()(query, key, value, cache)
+        assert cache.any()
+    names = [str(node.target) for node in functional.graph.nodes if node.op == "call_function"]
+    assert any(name.startswith("rbln_triton_ops.flash_causal_attention_naive") for name in names) == triton
+    assert bool(functional.graph_signature.user_inputs_to_mutate) != triton
+
+
 @pytest.mark.parametrize(("triton", "with_sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("counts", [(12, 7), (5, 5, 5, 4), (16, 16, 2), (32, 9), (1, 1)])
 def test_graphs_over_windows_in_place_match_the_reference(
