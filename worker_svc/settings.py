@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_RANKS
@@ -34,8 +34,14 @@ _MAX_PORT = 65_535
 _SET_SIZES = "set --tensor-parallel-size or --pipeline-parallel-size"
 # The variable that vLLM-RBLN's runtime reads, and vLLM-RBLN's own name of it.
 _PROFILERS = ("RBLN_PROFILER", "VLLM_RBLN_PROFILER")
-# The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
-_COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
+# By setting, the words of vLLM-Spyre that need a Spyre card, and what to write instead.
+_SPYRE = {
+    "device": (("spyre",), "auto, cpu, cuda or rbln"),
+    "backend": (
+        ("sendnn", "sendnn_decoder", "sendnn_compile_only", "sendnn_warmup_only"),
+        "inductor or eager",
+    ),
+}
 
 
 class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
@@ -271,10 +277,14 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         check_overrides(value)
         return value
 
-    @field_validator("backend", mode="before")
+    @field_validator("device", "backend", mode="before")
     @classmethod
-    def _compiler(cls, value: Any) -> Any:
-        return "compiled" if value in _COMPILERS else value
+    def _without_spyre(cls, value: Any, info: ValidationInfo) -> Any:
+        """Takes vLLM-Spyre's word for compiled graphs on other devices."""
+        words, instead = _SPYRE[info.field_name or ""]
+        if value in words:
+            raise ValueError(f"should be {instead}: Triptych serves no Spyre cards")
+        return "compiled" if value == "inductor" else value
 
     @field_validator("master")
     @classmethod

@@ -1,6 +1,7 @@
 """The worker's settings: optimization levels, the compile cache, and variables of other stacks."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,6 @@ def test_the_cache_has_a_folder_per_device() -> None:
         ("VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS", "1", "require_precompiled", True),
         ("VLLM_SPYRE_DYNAMO_BACKEND", "eager", "backend", "eager"),
         ("VLLM_SPYRE_DYNAMO_BACKEND", "inductor", "backend", "compiled"),
-        ("VLLM_SPYRE_DYNAMO_BACKEND", "sendnn", "backend", "compiled"),
         ("VLLM_SPYRE_DYNAMO_BACKEND", "", "backend", "auto"),
         ("RBLN_USE_CUSTOM_KERNEL", "1", "rbln_use_custom_kernel", True),
         ("VLLM_RBLN_DISABLE_MM", "1", "language_model_only", True),
@@ -105,6 +105,23 @@ def test_variables_of_other_stacks(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert getattr(settings(), field) == expected
+
+
+@pytest.mark.parametrize("value", ["sendnn", "sendnn_decoder"])
+@pytest.mark.parametrize("variable", ["VLLM_SPYRE_DYNAMO_BACKEND", "SENDNN_INFERENCE_DYNAMO_BACKEND"])
+def test_a_compiler_for_spyre_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """The message has the variable and the words that work."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationRefused) as caught:
+        settings()
+    assert {variable, value, "inductor"} <= {*re.findall(r"\w+", caught.value.message)}
+
+
+def test_a_spyre_device_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationRefused, match=r"cpu, cuda or rbln: .*Spyre"):
+        settings("--device", "spyre")
 
 
 def test_vllms_cache_root_holds_a_folder_for_npus(monkeypatch: pytest.MonkeyPatch) -> None:
