@@ -15,6 +15,8 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from tests.support.rbln.vendor_packages import installed
+from tests.support.rbln.wheels import IndexUnreachable
 from triptych import add_packages
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
@@ -51,6 +53,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Makes the vendor's packages for NPUs, once."""
+    if item.get_closest_marker("npu") is not None:
+        try:
+            installed()
+        except IndexUnreachable as error:
+            pytest.skip(f"the package index with torch-rbln cannot be reached: {error}")
 
 
 def pytest_enter_pdb() -> None:

@@ -146,7 +146,7 @@ NPU = ("--device", "rbln", "-O", "1", "--block-size", "1024", "--num-blocks", "9
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("device", ["cpu", "rbln"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("rbln", marks=pytest.mark.npu)])
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_ranks_start_from_compiled_code(split: str, device: str, tmp_path: Path) -> None:
     """Every rank is compiled alone; ranks that then meet need no compiler and answer."""

@@ -1,5 +1,6 @@
 """Every shape of a pooling model is a graph on a CPU, and results are those of the model's own code."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -9,7 +10,6 @@ import torch
 
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.pool_process import Job, Result, flat, run, run_jobs, words_of
-from tests.support.rbln.vendor_packages import environment
 
 pytestmark = [
     pytest.mark.e2e,
@@ -72,7 +72,7 @@ def first(folder: Path) -> First:
 def generated(folder: Path) -> dict[str, Result]:
     """Starts that generate code, by kind, in one process."""
     jobs = [job(folder, kind, GENERATED) for kind in GENERATED_KINDS]
-    return dict(zip(GENERATED_KINDS, run_jobs(jobs, environment()), strict=True))
+    return dict(zip(GENERATED_KINDS, run_jobs(jobs, {**os.environ, "OMP_NUM_THREADS": "1"}), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def second(folder: Path, generated: dict[str, Result]) -> dict[str, Result]:
     """Starts that require the code of the first ones, by kind, in another process."""
     assert generated
     jobs = [job(folder, kind, (*GENERATED, "--require-precompiled")) for kind in GENERATED_KINDS]
-    return dict(zip(GENERATED_KINDS, run_jobs(jobs, environment()), strict=True))
+    return dict(zip(GENERATED_KINDS, run_jobs(jobs, {**os.environ, "OMP_NUM_THREADS": "1"}), strict=True))
 
 
 @pytest.mark.parametrize("kind", RECORDED)
