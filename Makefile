@@ -54,7 +54,7 @@ test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run only unit and property tes
 
 test-npu: $(STAMPS)/dev models ## Run the tests with the vendor's packages for NPUs, slow ones included
 	@$(BIN)/python -m tests.support.rbln.vendor_packages
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m npu $(ARGS)
+	@TRIPTYCH_PROPERTY_SCALE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m npu $(ARGS)
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)
