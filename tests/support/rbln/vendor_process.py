@@ -189,6 +189,42 @@ def compile_cache() -> list[int]:
     return counts
 
 
+def failures() -> dict[str, Any]:
+    """Errors of compiler and runtime while torch_rbln may run functions on the host, and where they ran."""
+    from rebel.core import torch_compile
+
+    places: list[str] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            places.append("host")
+        return x * 3 + 1
+
+    def run(runtime: Any, *inputs: Any) -> Any:
+        places.append("npu")
+        if places.count("npu") > 1:
+            raise RuntimeError("rebel: the device is gone")
+        return whole(runtime, *inputs)
+
+    fallback = os.environ.pop("TORCH_RBLN_DISABLE_FALLBACK")
+    whole, torch_compile.Runtime.run = torch_compile.Runtime.run, run
+    refused = refusal(opened().compile(function), torch.ones(4).to("rbln")[2:])
+    places_refused = places.copy()
+    step = opened().compile(function)
+    with torch.inference_mode():
+        first = step(torch.ones(5)).tolist()
+        failed = refusal(step, torch.ones(5))
+    torch_compile.Runtime.run = whole
+    os.environ["TORCH_RBLN_DISABLE_FALLBACK"] = fallback
+    return {
+        "refused": refused,
+        "places_refused": places_refused,
+        "first": first,
+        "failed": failed,
+        "places": places,
+    }
+
+
 def main() -> None:
     """Prints what every function returns."""
     print(
@@ -199,6 +235,7 @@ def main() -> None:
                 "sampler": sampler(),
                 "compile_cache": compile_cache(),
                 "runtime_copies": runtime_copies(),
+                "failures": failures(),
                 "refusals": refusals(),
             }
         )

@@ -74,6 +74,19 @@ def test_a_graph_is_compiled_once_for_each_shape(observed: dict[str, Any]) -> No
     assert observed["compile_cache"] == [1, 1, 2]
 
 
+def test_a_graph_that_the_compiler_refuses_is_an_error(observed: dict[str, Any]) -> None:
+    """The function does not run on the host instead, though torch_rbln would run it there."""
+    assert "input 0 is a part of a tensor" in observed["failures"]["refused"]
+    assert observed["failures"]["places_refused"] == []
+
+
+def test_a_failed_step_does_not_run_again_on_the_host(observed: dict[str, Any]) -> None:
+    """The second step of a graph fails in the runtime."""
+    assert observed["failures"]["first"] == [4] * 5
+    assert "the device is gone" in observed["failures"]["failed"]
+    assert observed["failures"]["places"] == ["npu", "npu"]
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
