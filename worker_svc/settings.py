@@ -60,7 +60,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         Group.DEVICE: (
             "device", "cpu_threads", "rbln_backend", "rbln_use_device_tensor",
             "rbln_num_devices_per_local_rank", "rbln_use_custom_kernel", "rbln_moe_use_opt_kernel",
-            "rbln_moe_custom_kernel",
+            "rbln_moe_custom_kernel", "sampling_on_device",
         ),
         Group.RANKS: (
             "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "rank",
@@ -205,6 +205,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     rbln_moe_custom_kernel: bool = False
     """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run
     in plain operators."""
+    sampling_on_device: bool = False
+    """Draw tokens of requests without a seed on the NPU if they use only temperature, top-k and top-p. See
+    docs/npu.md for the differences."""
     rbln_backend: RblnBackend = DeviceOptions.rbln_backend
     """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
     do; it needs none of the vendor's packages, so it shows whether a model suits an NPU."""
@@ -310,6 +313,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
                 f"--max-cpu-loras {self.max_cpu_loras} is below --max-loras {self.max_loras};"
                 " adapters on the device stay on the host, too"
             )
+        if self.sampling_on_device:
+            self._check_sampling_on_device(level)
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         if self.require_precompiled and not self.compile_cache:
@@ -327,6 +332,23 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
                 " set --host, or --scheduler-address to unix:PATH or empty"
             )
         return self
+
+    def _check_sampling_on_device(self, level: int | None) -> None:
+        if self.device != "rbln":
+            raise ValueError(
+                f"--sampling-on-device needs --device rbln, not {self.device}; omit it or change the device"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--sampling-on-device needs --tensor-parallel-size 1, because NPUs draw different tokens;"
+                " omit one of them"
+            )
+        if self.backend == "eager" or level == 0:
+            raise ValueError("--sampling-on-device needs compiled graphs; omit it, --backend eager or -O 0")
+        if not (self.rbln_use_device_tensor or self.rbln_backend == "rbln-check"):
+            raise ValueError(
+                "--sampling-on-device needs logits on the NPU; omit it or --no-rbln-use-device-tensor"
+            )
 
     def _check_ranks(self) -> None:
         tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
@@ -378,6 +400,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             compile_strict=self.compile_strict,
             rbln_moe_use_opt_kernel=self.rbln_moe_use_opt_kernel,
             rbln_moe_custom_kernel=self.rbln_moe_custom_kernel,
+            sampling_on_device=self.sampling_on_device,
             cpu_threads=self.cpu_threads,
         )
 

@@ -27,7 +27,8 @@ def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer
     params.CopyFrom(request.sampling)
     # Nothing bounds the size of fields unknown to this schema; a large field would exceed a plan's message.
     params.DiscardUnknownFields()
-    if not params.HasField("seed"):
+    params.seed_is_drawn = not params.HasField("seed")
+    if params.seed_is_drawn:
         # Drawn once: a replay after a lost worker must continue with the same random numbers.
         params.seed = secrets.randbits(63)
     return Submission(

@@ -210,6 +210,14 @@ class Device(abc.ABC):
         """
         return None
 
+    def compile_draw(self) -> Callable[..., torch.Tensor] | None:
+        """Returns a function that draws a token of each row on the device, with the device's random numbers.
+
+        It takes logits [rows, vocab], temperatures, float32 [rows], `top_k`, int32 [rows], and `top_p`, float32
+        [rows], and returns token ids [rows]. `None` if the device does not draw.
+        """
+        return None
+
     def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to copy a tensor to the host.
 

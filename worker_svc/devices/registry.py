@@ -91,6 +91,8 @@ class DeviceOptions:
     """Whether an NPU's expert layers use the vendor's operator."""
     rbln_moe_custom_kernel: bool = False
     """Requests the same operator under the plugin's other name for it."""
+    sampling_on_device: bool = False
+    """Whether an NPU draws the tokens of requests without a seed."""
     local_rank: int = 0
     """Index of the process' device among those of its host, modulo their number."""
     rank: int = 0

@@ -39,6 +39,7 @@ from worker_svc.settings import Settings
 _FLAGS = (
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "backend", "enable_warm_up", "compile_strict", "rbln_backend", "rbln_use_device_tensor",
     "rbln_num_devices_per_local_rank", "rbln_use_custom_kernel", "rbln_moe_use_opt_kernel", "rbln_moe_custom_kernel",
+    "sampling_on_device",
 )  # fmt: skip
 
 

@@ -83,7 +83,6 @@ class Runner:
             model, self._batch, group, device.torch_device,
             most_tokens=max(shapes.chunk, shapes.decode_buckets[-1]),
         )  # fmt: skip
-        self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
         self._prompt_logprobs = PromptLogprobs(self._batch, shapes, model.logits)
         model.bind_caches(self.cache.by_layer())
@@ -96,6 +95,7 @@ class Runner:
         self._decode_steps: dict[GraphSignature, DecodeStep] = {}
         options = options or GraphOptions(level=device.default_level)
         self._logits_and_best = logits_and_best(model.logits, device, compiled=options.level > 0)
+        self._selector = TokenSelector(self._batch, constraints, device.compile_draw())
         logits = self._logits_and_best if self._stage.layout.is_last_stage else None
         self.graphs = GraphRunner(model, device, options, logits=logits)
 
@@ -136,10 +136,13 @@ class Runner:
                 first = self._stage.padding(tokens)
                 hidden = self._run_chunk(None, first, positions, inputs, adapters=signature.adapters)
                 if self._stage.layout.is_last_stage:
-                    self._logits_and_best(hidden.to(self._device.torch_device)[:1])
+                    logits, *_ = self._logits_and_best(hidden.to(self._device.torch_device)[:1])
+                    self._selector.warm_up(logits)
             else:
                 step = self._decode_step(signature.batch, adapters=signature.adapters)
-                step.forward(*self._decode_padding(signature.batch))
+                results = step.forward(*self._decode_padding(signature.batch))
+                if self._stage.layout.is_last_stage:
+                    self._selector.warm_up(results[0])
 
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Launches a step and waits for its outputs; see `PendingStep.wait`."""

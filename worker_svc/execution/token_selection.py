@@ -6,7 +6,7 @@ of a long prompt never accumulate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
-from worker_svc.pending_step import output_of
+from worker_svc.pending_step import NOT_FINITE, output_of
 from worker_svc.sampling.sampler import (
     argmax_rows,
     compute_logprobs,
@@ -58,10 +58,22 @@ class Selection:
 class TokenSelector:
     """Selects tokens for the slots of a batch."""
 
-    def __init__(self, batch: Batch, constraints: StepConstraints | None) -> None:
-        """Selects for `batch`; `constraints` are the grammars of its slots, if the model supports them."""
+    def __init__(
+        self,
+        batch: Batch,
+        constraints: StepConstraints | None,
+        draw: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """Selects for `batch`.
+
+        Args:
+            batch: the slots.
+            constraints: the grammars of the slots, if the model supports them.
+            draw: draws on a device that has found the most probable tokens; see `Device.compile_draw`.
+        """
         self._batch = batch
         self._constraints = constraints
+        self._draw = draw
 
     def select(
         self,
@@ -85,6 +97,13 @@ class TokenSelector:
                 has compared them with the logits.
         """
         batch = self._batch.sampling_batch(slots)
+        if self._draw is not None and best and (found := self._draw_on_device(slots, rows, logits, best[0])):
+            mask, *best = found
+            draw = _keeping(mask, best, draw)
+            # The rows drawn there need no more than greedy rows.
+            rest = (slot for slot, is_drawn in zip(slots, mask.tolist(), strict=False) if not is_drawn)
+            random = any(map(self._batch.sampling.is_random, rest))
+            batch = replace(batch, needs=replace(batch.needs, random=random, greedy=True))
         needs = batch.needs
         constrained = self._constraints is not None and self._constraints.any_constrained(slots)
         if constrained or batch.reports or not best or not needs.none:
@@ -101,6 +120,57 @@ class TokenSelector:
             selection = Selection(tokens, reported, batch, logits)
         self._batch.sampling.count(needs, rows, selection.tokens)
         return selection
+
+    def _draw_on_device(
+        self, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor, best: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Draws on the device for the slots that allow it.
+
+        Args:
+            slots: the slots of the real rows.
+            rows: int64 [bucket], the slots of all rows.
+            logits: float32 [bucket, vocab], on the device.
+            best: int64 [bucket], the most probable tokens.
+
+        Returns:
+            Whether a row is drawn there, bool [bucket], and the tokens, `best` in other rows, without and with
+            marks, int64 [bucket]. Empty if the device draws no row.
+        """
+        state, constraints = self._batch.sampling, self._constraints
+        chosen = [
+            index
+            for index, slot in enumerate(slots)
+            if state.takes_any_numbers(slot)
+            and not (constraints is not None and constraints.any_constrained([slot]))
+        ]
+        if not chosen:
+            return ()
+        drawn = self._run_draw(rows, logits)
+        mask = torch.zeros(len(rows), dtype=torch.bool)
+        mask[chosen] = True
+        # Without finite probabilities, the operator returns any number.
+        valid = (drawn >= 0) & (drawn < state.vocabulary.size)
+        reported = torch.where(mask, drawn.where(valid, NOT_FINITE), best)
+        return mask, reported.clamp(min=0), reported
+
+    def _run_draw(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Draws a token for all rows, int64 [bucket] on the host. Those of greedy rows are the most probable."""
+        assert self._draw is not None
+        parameters = self._batch.sampling.parameters
+        temperature = parameters.temperature[rows]
+        greedy = temperature == 0
+        drawn: torch.Tensor = self._draw(
+            logits,
+            temperature.masked_fill(greedy, 1),
+            parameters.top_k[rows].masked_fill(greedy, 1).to(torch.int32),
+            parameters.top_p[rows].to(torch.float32),
+        )
+        return drawn.to(rows.device, torch.int64)
+
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Makes the graph that draws on the device, if it does, for logits [rows, vocab] of padding."""
+        if self._draw is not None:
+            self._run_draw(torch.full((len(logits),), self._batch.padding_row), logits)
 
     def _select_constrained(
         self, constraints: StepConstraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
@@ -165,6 +235,18 @@ class TokenSelector:
             if forced:
                 self._batch.append(slot, forced)
             yield SlotOutput(slot, (token, *forced), () if entry is None else (entry,))
+
+
+def _keeping(mask: torch.Tensor, known: Sequence[torch.Tensor], draw: Sample) -> Sample:
+    """Returns a sampler that keeps known tokens, without and with marks, in the rows of a mask, bool [rows]."""
+
+    def sample_others(
+        needs: SamplingOps, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        tokens = draw(needs, logits, rows, positions)
+        return tuple(torch.where(mask, kept, token) for kept, token in zip(known, tokens, strict=True))
+
+    return sample_others
 
 
 Forward = Callable[..., tuple[torch.Tensor, ...]]

@@ -247,6 +247,7 @@ class SamplingState:
         self._banned_until = [0] * rows
         self._banned: set[int] = set()
         self._logprobs: list[int | None] = [None] * rows
+        self._seed_is_drawn = [False] * rows
         self._last_slots: tuple[int, ...] | None = None
         self._last = SamplingBatch(SamplingOps(), ())
 
@@ -302,6 +303,7 @@ class SamplingState:
         self._last_slots = None
         slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
+        self._seed_is_drawn[slot] = sampling.seed_is_drawn
         bans = self._bans(request)
         needs = self._needs[slot] = self._interned(self._needs_of(sampling, bans))
         self._banned_until[slot] = max((until for _, until in bans), default=0)
@@ -365,6 +367,20 @@ class SamplingState:
     def restricts(self, slot: int) -> bool:
         """Whether a slot's parameters may forbid a token at any position, not only before `min_tokens`."""
         return self._needs[slot].masks or self._banned_until[slot] == FOREVER
+
+    def takes_any_numbers(self, slot: int) -> bool:
+        """Whether a device may draw for a slot with its own random numbers, by temperature, top-k and top-p."""
+        needs = self._needs[slot]
+        return (
+            self._seed_is_drawn[slot]
+            and needs.random
+            and not (needs.min_p or needs.adjusts)
+            and self._logprobs[slot] is None
+        )
+
+    def is_random(self, slot: int) -> bool:
+        """Whether a slot's tokens are drawn."""
+        return self._needs[slot].random
 
     def filters(self, slot: int) -> bool:
         """Whether a slot uses a filter: `min_p`, `top_k` or `top_p`."""

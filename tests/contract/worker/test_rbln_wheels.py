@@ -2,8 +2,11 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.rbln.vendor_packages import FAKES
 from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, IndexUnreachable, Wheel
@@ -117,6 +120,51 @@ def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None
     compiled = ast.unparse(wheel.function(module, "compile_sampler"))
     assert "num_devices=1 if use_device_tensor" in compiled.lower()
     assert "use_cache=False" in compiled
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the calls of the sampler's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, operator = func._schema.name.partition("::")
+        if namespace == operators.SAMPLER_NAMESPACE:
+            assert not kwargs
+            self.calls.append((namespace, operator, args))
+        return func(*args, **kwargs or {})
+
+
+def test_tokens_are_drawn_with_the_plugin_s_call(wheel: Wheel) -> None:
+    """The plugin's own function and ours pass equal tensors in the same order; the plugin caps top-p as we do."""
+    if not is_newest(wheel):
+        return
+    operators.register_all()
+    source = wheel.function("vllm_rbln/v1/sample/rbln_sampler.py", "rbln_top_k_top_p_sample")
+    names: dict[str, Any] = {"torch": torch}
+    exec(ast.unparse(source), names)  # noqa: S102 - the function needs none of its module's imports
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    rest = (
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.tensor([5, 1, 20], dtype=torch.int32),
+        torch.tensor([0.9, 0.5, 0.995]),
+    )
+    calls = []
+    for function in (names["rbln_top_k_top_p_sample"], operators.emit_top_k_top_p):
+        with Recorder() as recorder:
+            function(logits.clone(), *rest)
+        ((namespace, operator, arguments),) = recorder.calls
+        assert (namespace, operator) == (operators.SAMPLER_NAMESPACE, operators.TOP_K_TOP_P)
+        calls.append(arguments)
+    for theirs, ours in zip(*calls, strict=True):
+        assert theirs.dtype == ours.dtype
+        assert torch.equal(theirs, ours)
+    forms = ast.unparse(wheel.module("vllm_rbln/v1/sample/ops/top_k_top_p.py"))
+    assert f"TOP_P_CLAMP = {operators.MAX_TOP_P}" in forms
+    assert "vocab_size, dtype=torch.int32, device=device)" in forms
+    assert "TOP_P_CLAMP, dtype=torch.float32, device=device)" in forms
 
 
 def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:

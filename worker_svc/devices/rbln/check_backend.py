@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.rbln.operators import ARGMAX, ARGMAX_NAMESPACE, NAMESPACES
+from worker_svc.devices.rbln.operators import ARGMAX, NAMESPACES, SAMPLER_NAMESPACE, TOP_K_TOP_P
 
 # The operators of decoder and encoder layers, norms, rotary embeddings, MLPs, pooling and output heads. Their
 # results' shapes depend only on shapes.
@@ -47,7 +47,7 @@ ALLOWED_COLLECTIVES: Final = frozenset(["all_reduce", "all_gather_into_tensor", 
 _ALLOWED: Final = {
     "aten": ALLOWED_ATEN,
     "_c10d_functional": ALLOWED_COLLECTIVES,
-    ARGMAX_NAMESPACE: frozenset([ARGMAX]),
+    SAMPLER_NAMESPACE: frozenset([ARGMAX, TOP_K_TOP_P]),
 }
 
 

@@ -40,12 +40,14 @@ from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.operators import (
     CUSTOM,
+    MAX_TOP_P,
     TRITON,
     CallForm,
     Namespace,
     call_form,
     emit_argmax,
     emit_experts,
+    emit_top_k_top_p,
 )
 from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor, use_addresses
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
@@ -339,6 +341,20 @@ class RblnDevice(Device):
         if self._is_check:
             return self.compile(emit_argmax)
         return self._compiled_later(emit_argmax, self._vendor.compile_sampler) if self._has_tensors else None
+
+    def compile_draw(self) -> Callable[..., torch.Tensor] | None:
+        """Caps `top_p`, so the least probable tokens are never drawn."""
+        if not self.options.sampling_on_device:
+            return None
+        compiler = self._compiler if self._is_check else self._vendor.compile_sampler
+        draw = self._compiled_later(emit_top_k_top_p, compiler)
+
+        def capped(
+            logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+        ) -> torch.Tensor:
+            return draw(logits, temperature, top_k, top_p.clamp(max=MAX_TOP_P))
+
+        return capped
 
     def _compiled_later(
         self,

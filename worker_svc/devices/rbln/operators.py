@@ -270,8 +270,11 @@ def _check_has_reference(namespace: Namespace, operator: str, by_role: Mapping[s
             raise ValueError(f"{namespace}::{operator} has no reference for {what}")
 
 
-ARGMAX_NAMESPACE: Final = "rbln"
+SAMPLER_NAMESPACE: Final = "rbln"
 ARGMAX: Final = "argmax"
+TOP_K_TOP_P: Final = "top_k_top_p"
+MAX_TOP_P: Final = 0.995
+"""Largest `top_p` that the plugin of vllm-rbln 0.12.0 passes to the operator."""
 
 
 def emit_argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -281,20 +284,60 @@ def emit_argmax(logits: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def register_argmax() -> None:
-    """Registers a reference and a fake, unless the vendor has registered the operator."""
-    if hasattr(torch.ops.rbln, ARGMAX):
-        return
-    library = torch.library.Library(ARGMAX_NAMESPACE, "FRAGMENT")
-    library.define(f"{ARGMAX}(Tensor logits) -> Tensor")
-    library.impl(ARGMAX, lambda logits: logits.argmax(dim=-1), "CPU")
-    torch.library.register_fake(
-        f"{ARGMAX_NAMESPACE}::{ARGMAX}",
-        lambda logits: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
-        lib=library,
-        allow_override=False,
-    )
-    _LIBRARIES.append(library)
+def emit_top_k_top_p(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """Draws a token of each row with the operator, as `rbln_top_k_top_p_sample` of vllm-rbln 0.12.0 does.
+
+    Unlike the plugin, it keeps the logits: the host may read them for other rows.
+
+    Args:
+        logits: [rows, vocab].
+        temperature: [rows], above 0.
+        top_k: int32 [rows], from 1 to the vocabulary's size.
+        top_p: float32 [rows], at most `MAX_TOP_P`.
+
+    Returns:
+        Token ids [rows], possibly beyond the vocabulary in rows whose logits are not finite.
+    """
+    operators: Any = torch.ops.rbln
+    scaled = logits / temperature.to(logits.dtype).unsqueeze(dim=1)
+    drawn: torch.Tensor = operators.top_k_top_p(torch.nn.functional.softmax(scaled, dim=-1), top_k, top_p)
+    return drawn
+
+
+def _draw_top_k_top_p(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Applies top-k, then top-p to the renormalized rest, as vLLM does; the vendor's order is unknown."""
+    vocab = probs.shape[-1]
+    finite = probs.isfinite().all(dim=-1)
+    kept, tokens = probs.float().where(finite[:, None], 1).sort(dim=-1, descending=True)
+    kept = kept.masked_fill(torch.arange(vocab) >= top_k[:, None], 0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    kept = kept.masked_fill(kept.cumsum(dim=-1) - kept >= top_p[:, None], 0)
+    drawn = tokens.gather(1, torch.multinomial(kept, 1))[:, 0]
+    # The plugin warns of token ids beyond the vocabulary where probabilities are NaN.
+    return drawn.where(finite, vocab)
+
+
+def register_samplers() -> None:
+    """Registers references and fakes of the sampler's operators, unless the vendor has registered them."""
+    for name, arguments, reference in (
+        (ARGMAX, "Tensor logits", lambda logits: logits.argmax(dim=-1)),
+        (TOP_K_TOP_P, "Tensor probs, Tensor top_k, Tensor top_p", _draw_top_k_top_p),
+    ):
+        if hasattr(torch.ops.rbln, name):
+            continue
+        library = torch.library.Library(SAMPLER_NAMESPACE, "FRAGMENT")
+        tags = (torch.Tag.nondeterministic_seeded,) if name == TOP_K_TOP_P else ()
+        library.define(f"{name}({arguments}) -> Tensor", tags=tags)
+        library.impl(name, reference, "CPU")
+        torch.library.register_fake(
+            f"{SAMPLER_NAMESPACE}::{name}",
+            lambda values, *_: values.new_empty(values.shape[:-1], dtype=torch.int64),
+            lib=library,
+            allow_override=False,
+        )
+        _LIBRARIES.append(library)
 
 
 # Keeps the operators registered.
@@ -305,7 +348,7 @@ def register_all() -> None:
     """Registers the references of all operators that exist nowhere else."""
     for namespace, operators in SIGNATURES.items():
         register(namespace, operators)
-    register_argmax()
+    register_samplers()
 
 
 def register(namespace: Namespace, operators: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ def test_the_scheduler_fills_in_an_id_and_a_seed() -> None:
     one, two = submission_from_proto(request()), submission_from_proto(request())
     assert one.request_id != two.request_id
     assert one.sampling.params.seed != two.sampling.params.seed
-    assert [field.name for field, _ in one.sampling.params.ListFields()] == ["seed"]
+    assert [field.name for field, _ in one.sampling.params.ListFields()] == ["seed", "seed_is_drawn"]
 
 
 def test_fields_that_the_schema_does_not_have_stay_with_the_scheduler() -> None:

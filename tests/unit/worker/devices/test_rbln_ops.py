@@ -8,8 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.errors import ConfigurationRefused
+from tests.support.worker.sampling import chi_square_p
 from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
+from worker_svc.devices.registry import DeviceOptions
 
 KV_HEADS, GROUPS, BLOCK, SIZE = 2, 3, 8, 8
 
@@ -178,3 +181,34 @@ def test_operators_that_need_other_arguments_are_refused(
     declared(schema)
     with pytest.raises(ConfigurationRefused, match=f"{RELEASE}::{DECODE} {message}"):
         operators.call_form(RELEASE, DECODE)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 40, 1.0), (0.5, 5, 1.0), (1.5, 40, 0.7), (0.8, 8, 0.6)]
+)
+def test_tokens_come_from_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    """The device caps top-p, then the operator filters as the sampler on the host does."""
+    device = RblnDevice(DeviceOptions(rbln_backend="rbln-check", sampling_on_device=True))
+    device.check_available()
+    draw = device.compile_draw()
+    assert draw is not None
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(2)) * 2
+    count = 20_000
+    torch.manual_seed(5)
+    tokens = draw(
+        logits.repeat(count, 1),
+        torch.full((count,), temperature),
+        torch.full((count,), top_k, dtype=torch.int32),
+        torch.full((count,), top_p),
+    )
+    expected, ids = (logits.double() / temperature).softmax(dim=-1).sort(descending=True)
+    expected[top_k:] = 0
+    expected /= expected.sum()
+    expected[expected.cumsum(dim=-1) - expected >= min(top_p, operators.MAX_TOP_P)] = 0
+    probabilities = torch.zeros(40, dtype=torch.float64)
+    probabilities[ids] = expected / expected.sum()
+    assert chi_square_p(tokens, probabilities) > 1e-3
+
+
+def test_the_device_draws_only_if_it_is_asked() -> None:
+    assert RblnDevice(DeviceOptions(rbln_backend="rbln-check")).compile_draw() is None

@@ -1,5 +1,8 @@
 """Tokens of rows whose logits are where a device computes, away from the batch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from protos.steps import Admission, GroupKind
 from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler
+from worker_svc.pending_step import NOT_FINITE
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes import AttentionLayer, KvGroup, ShapeConfig
 
@@ -18,7 +22,11 @@ ROWS = torch.arange(2)
 BEST = torch.tensor([7, 9])
 
 
-def select(*sampling: common_pb2.SamplingParams) -> Selection:
+def select(
+    *sampling: common_pb2.SamplingParams,
+    logits: torch.Tensor = AWAY,
+    draw: Callable[..., torch.Tensor] | None = None,
+) -> Selection:
     """Selects tokens for slots with these parameters."""
     shapes = ShapeConfig(64, 2, chunk=64, block_size=64, decode_buckets=(2,), num_blocks=(3,))
     layer = AttentionLayer("a", 1, 1, 32, 0, torch.float32)
@@ -27,8 +35,8 @@ def select(*sampling: common_pb2.SamplingParams) -> Selection:
     for slot, parameters in enumerate(sampling):
         batch.admit(Admission(slot, [1, 2], 1, parameters, {0: [1 + slot]}))
     batch.copy_admitted()
-    chooser = TokenSelector(batch, None)
-    return chooser.select([0, 1], ROWS, AWAY, ROWS, make_sampler(batch), [BEST])
+    chooser = TokenSelector(batch, None, draw)
+    return chooser.select([0, 1], ROWS, logits, ROWS, make_sampler(batch), [BEST])
 
 
 def test_greedy_rows_leave_logits_where_they_are() -> None:
@@ -51,3 +59,59 @@ def test_a_row_that_needs_logits_fetches_them(other: common_pb2.SamplingParams) 
     """Random tokens, log-probabilities and penalties are computed where the batch is."""
     with pytest.raises(NotImplementedError, match="meta"):
         select(GREEDY, other)
+
+
+DRAWN = torch.tensor([3, 4])
+ANY_SEED = common_pb2.SamplingParams(temperature=0.5, top_p=0.9, top_k=5, seed=3, seed_is_drawn=True)
+SEEDED = common_pb2.SamplingParams(temperature=0.5, seed=3)
+
+
+def test_rows_without_a_seed_are_drawn_where_logits_are() -> None:
+    """Nothing reads the logits, and greedy rows keep the most probable token."""
+    calls: list[tuple[torch.Tensor, ...]] = []
+
+    def draw(*arguments: torch.Tensor) -> torch.Tensor:
+        calls.append(arguments[1:])
+        return DRAWN
+
+    selection = select(ANY_SEED, GREEDY, draw=draw)
+    assert selection.tokens.tolist() == [3, 9]
+    assert selection.is_plain
+    ((temperature, top_k, top_p),) = calls
+    assert temperature.tolist() == [0.5, 1.0]
+    assert top_k.tolist() == [5, 1]
+    assert top_k.dtype == torch.int32
+    assert top_p.tolist() == pytest.approx([0.9, 1.0])
+    assert top_p.dtype == torch.float32
+
+
+def test_other_rows_of_a_step_are_sampled_as_without_the_device() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
+    alone = select(SEEDED, SEEDED, logits=logits)
+    mixed = select(ANY_SEED, SEEDED, logits=logits, draw=lambda *_: DRAWN)
+    assert mixed.tokens.tolist() == [3, int(alone.tokens[1])]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed_is_drawn": False}, {"min_p": 0.1}, {"logprobs": 1}, {"presence_penalty": 1.0}, {"logit_bias": {1: 2.0}},
+        {"allowed_token_ids": [1, 2]}, {"bad_words": [common_pb2.TokenSequence(token_ids=[1])]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_a_row_with_other_parameters_is_never_drawn_on_the_device(fields: dict[str, Any]) -> None:
+    logits = torch.zeros((2, VOCAB))
+
+    def draw(*_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the device draws")
+
+    parameters = {"temperature": 1.0, "seed": 3, "seed_is_drawn": True, **fields}
+    select(common_pb2.SamplingParams(**parameters), GREEDY, logits=logits, draw=draw)
+
+
+def test_a_token_beyond_the_vocabulary_is_an_error_of_its_row() -> None:
+    """The vendor's operator returns such tokens if logits are not finite."""
+    selection = select(ANY_SEED, ANY_SEED, draw=lambda *_: torch.tensor([VOCAB, 4]))
+    assert selection.reported.tolist() == [NOT_FINITE, 4]
+    assert int(selection.tokens[0]) in range(VOCAB)

@@ -19,7 +19,7 @@ __all__ = ("CompileContext", "get_npu_name", "storage_of")
 __version__ = os.environ.get("FAKE_REBEL_VERSION", "0.12.0")
 
 operators.register(CUSTOM, SIGNATURES[CUSTOM])
-operators.register_argmax()
+operators.register_samplers()
 eager.forbid()
 
 
