@@ -213,8 +213,8 @@ class Device(abc.ABC):
     def compile_draw(self) -> Callable[..., torch.Tensor] | None:
         """Returns a function that draws a token of each row on the device, with the device's random numbers.
 
-        It takes logits [rows, vocab], temperatures, float32 [rows], `top_k`, int32 [rows], and `top_p`, float32
-        [rows], and returns token ids [rows]. `None` if the device does not draw.
+        It takes logits [rows, vocab], temperatures, float32 [rows], `top_k`, int32 [rows], and `top_p`,
+        float32 [rows], and returns token ids [rows]. `None` if the device does not draw.
         """
         return None
 

@@ -133,8 +133,8 @@ class TokenSelector:
             best: int64 [bucket], the most probable tokens.
 
         Returns:
-            Whether a row is drawn there, bool [bucket], and the tokens, `best` in other rows, without and with
-            marks, int64 [bucket]. Empty if the device draws no row.
+            Whether a row is drawn there, bool [bucket], and the tokens, `best` in other rows, without and
+            with marks, int64 [bucket]. Empty if the device draws no row.
         """
         state, constraints = self._batch.sampling, self._constraints
         chosen = [
@@ -154,7 +154,7 @@ class TokenSelector:
         return mask, reported.clamp(min=0), reported
 
     def _run_draw(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Draws a token for all rows, int64 [bucket] on the host. Those of greedy rows are the most probable."""
+        """Draws a token for all rows, int64 [bucket] on the host; greedy rows get the most probable."""
         assert self._draw is not None
         parameters = self._batch.sampling.parameters
         temperature = parameters.temperature[rows]
@@ -238,7 +238,7 @@ class TokenSelector:
 
 
 def _keeping(mask: torch.Tensor, known: Sequence[torch.Tensor], draw: Sample) -> Sample:
-    """Returns a sampler that keeps known tokens, without and with marks, in the rows of a mask, bool [rows]."""
+    """Returns a sampler that keeps known tokens, without and with marks, in rows of a mask, bool [rows]."""
 
     def sample_others(
         needs: SamplingOps, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

@@ -369,7 +369,7 @@ class SamplingState:
         return self._needs[slot].masks or self._banned_until[slot] == FOREVER
 
     def takes_any_numbers(self, slot: int) -> bool:
-        """Whether a device may draw for a slot with its own random numbers, by temperature, top-k and top-p."""
+        """Whether a device may draw for a slot with its own numbers, by temperature, top-k and top-p."""
         needs = self._needs[slot]
         return (
             self._seed_is_drawn[slot]

@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_tokens_are_drawn_with_the_plugin_s_call(wheel: Wheel) -> None:
-    """The plugin's own function and ours pass equal tensors in the same order; the plugin caps top-p as we do."""
+    """The plugin's function and ours pass equal tensors in the same order; both cap top-p equally."""
     if not is_newest(wheel):
         return
     operators.register_all()
@@ -146,15 +146,12 @@ def test_tokens_are_drawn_with_the_plugin_s_call(wheel: Wheel) -> None:
     names: dict[str, Any] = {"torch": torch}
     exec(ast.unparse(source), names)  # noqa: S102 - the function needs none of its module's imports
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-    rest = (
-        torch.tensor([0.5, 1.0, 2.0]),
-        torch.tensor([5, 1, 20], dtype=torch.int32),
-        torch.tensor([0.9, 0.5, 0.995]),
-    )
+    temperature, top_p = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([0.9, 0.5, 0.995])
+    top_k = torch.tensor([5, 1, 20], dtype=torch.int32)
     calls = []
     for function in (names["rbln_top_k_top_p_sample"], operators.emit_top_k_top_p):
         with Recorder() as recorder:
-            function(logits.clone(), *rest)
+            function(logits.clone(), temperature, top_k, top_p)
         ((namespace, operator, arguments),) = recorder.calls
         assert (namespace, operator) == (operators.SAMPLER_NAMESPACE, operators.TOP_K_TOP_P)
         calls.append(arguments)

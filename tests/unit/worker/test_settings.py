@@ -52,15 +52,8 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
         (("--sampling-on-device", "--device", "cpu"), "needs --device rbln, not cpu"),
         (
             (
-                "--sampling-on-device",
-                "--device",
-                "rbln",
-                "--tensor-parallel-size",
-                "2",
-                "--master",
-                "a:1",
-                "--replica-id",
-                "r",
+                *("--sampling-on-device", "--device", "rbln", "--tensor-parallel-size", "2"),
+                *("--master", "a:1", "--replica-id", "r"),
             ),
             "tensor-parallel-size 1",
         ),
