@@ -1,5 +1,6 @@
 """A worker on device rbln, with the vendor's packages, behind a scheduler."""
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,3 +128,29 @@ async def test_reuse_is_exact(
     assert reusing.cached == ([0, CHUNK, 2 * CHUNK] if copies else [0, 0, 0])
     assert reusing.forks == (1 if copies else 0)
     assert len({*reusing.choices}) == 2
+
+
+async def random_tokens(folder: Path, *flags: str) -> list[Answer]:
+    """Asks a worker with these flags for random tokens, with a seed and without."""
+    settings = Settings(max_num_seqs=2, max_model_len=512, num_blocks=17, block_size=1024)
+    async with run_scheduler(settings) as scheduler:
+        with running_worker(
+            folder, scheduler.port, "--dtype", "float32", "--no-compile-cache", *flags, variables={}
+        ):
+            assert await scheduler.serving.get()
+            requests = [
+                generate_request(PROMPT[:20], max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True, **seed)
+                for seed in ({"seed": 5}, {})
+            ]
+            events = await asyncio.gather(
+                *(collect(scheduler.inference.Generate(request)) for request in requests)
+            )
+            return [by_sequence(each, 0) for each in events]
+
+
+async def test_a_seed_is_kept_although_the_npu_draws(folders: dict[str, Path]) -> None:
+    """A request with a seed gets the host's tokens, also in steps that draw others on the NPU."""
+    seeded, drawn = await random_tokens(folders["llama"], "--sampling-on-device")
+    expected, _ = await random_tokens(folders["llama"])
+    assert seeded == expected
+    assert len(seeded.tokens) == len(drawn.tokens) == NUM_TOKENS
