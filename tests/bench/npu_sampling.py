@@ -30,11 +30,13 @@ VOCAB: Final = 128_256
 ROWS: Final = (1, 8, 32)
 # Of the stub's counters, the bytes of copies from the device.
 _BYTES_READ: Final = 3
-RANDOM: Final = common_pb2.SamplingParams(
-    temperature=0.8, top_p=0.9, top_k=50, seed=1, seed_is_drawn=True
-)
+RANDOM: Final = common_pb2.SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=1, seed_is_drawn=True)
 GREEDY: Final = common_pb2.SamplingParams(temperature=0.0)
-MODES: Final = {"greedy": (GREEDY, False), "random_on_host": (RANDOM, False), "random_on_device": (RANDOM, True)}
+MODES: Final = {
+    "greedy": (GREEDY, False),
+    "random_on_host": (RANDOM, False),
+    "random_on_device": (RANDOM, True),
+}
 
 
 def selector_of(rows: int, sampling: common_pb2.SamplingParams, draw: Any) -> tuple[Batch, TokenSelector]:
@@ -50,7 +52,7 @@ def selector_of(rows: int, sampling: common_pb2.SamplingParams, draw: Any) -> tu
 
 def null_backend(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:  # noqa: ARG001 - the compiler's
     """Compiles any graph of the sampler to one that computes nothing."""
-    tokens = torch.zeros(inputs[0].shape[0], dtype=torch.int64, device="rbln")
+    tokens = torch.zeros(inputs[0].shape[0], dtype=torch.int64).to("rbln")
     return lambda *_: (tokens,)
 
 
