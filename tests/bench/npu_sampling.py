@@ -1,10 +1,10 @@
 """Measures the host's part of choosing tokens whose logits are on an NPU.
 
 ``python -m tests.bench.npu_sampling [--quick]`` states bytes copied from the device and microseconds on the
-host per step, at 1, 8 and 32 rows and a vocabulary of 128,256, for greedy rows, for random rows sampled on the
-host, and for random rows drawn on the device. torch-rbln is the vendor's, its runtime library a stub whose
-memory is the host's, and graphs compute nothing: the device's own time is missing, and copies take the time of
-a memory copy.
+host per step, at 1, 8 and 32 rows and a vocabulary of 128,256, for greedy rows, for random rows sampled on
+the host, and for random rows drawn on the device. torch-rbln is the vendor's, its runtime library a stub
+whose memory is the host's, and graphs compute nothing: the device's own time is missing, and copies take the
+time of a memory copy.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def selector_of(rows: int, sampling: common_pb2.SamplingParams, draw: Any) -> tu
     return batch, TokenSelector(batch, None, draw)
 
 
-def null_backend(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:  # noqa: ARG001 - the compiler's
+def null_backend(graph: Any, inputs: Any, **_: Any) -> Callable[..., Any]:
     """Compiles any graph of the sampler to one that computes nothing."""
     tokens = torch.zeros(inputs[0].shape[0], dtype=torch.int64).to("rbln")
     return lambda *_: (tokens,)
@@ -72,7 +72,8 @@ def measure(rows: int, mode: str, steps: int) -> tuple[float, float]:
     logits = torch.randn(rows, VOCAB).to("rbln")
     counter = ctypes.CDLL("librbln.so").stub_rbln_counter
     counter.restype = ctypes.c_uint64
-    read, times = 0, []
+    read = 0
+    times: list[float] = []
     for step in range(steps + 5):
         if step == 5:  # after warm-up
             read, times = counter(_BYTES_READ), []

@@ -139,9 +139,10 @@ async def random_tokens(folder: Path, *flags: str) -> list[Answer]:
         ):
             assert await scheduler.serving.get()
             requests = [
-                generate_request(PROMPT[:20], max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True, **seed)
-                for seed in ({"seed": 5}, {})
+                generate_request(PROMPT[:20], max_tokens=NUM_TOKENS, temperature=1.0, ignore_eos=True)
+                for _ in range(2)
             ]
+            requests[0].sampling.seed = 5
             events = await asyncio.gather(
                 *(collect(scheduler.inference.Generate(request)) for request in requests)
             )
