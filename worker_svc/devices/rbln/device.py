@@ -416,7 +416,7 @@ class RblnDevice(Device):
         rows = table.shape[0]
 
         def placed(integers: torch.Tensor) -> torch.Tensor:
-            return self._placed(integers.to(torch.int32))
+            return self._placed(integers.to(torch.int32, copy=True))  # inputs are whole tensors
 
         if isinstance(step, InPlaceInput):
             prefill = step.query_len > 1
