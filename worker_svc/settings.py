@@ -334,7 +334,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         return self
 
     def _check_sampling_on_device(self, level: int | None) -> None:
-        if self.device != "rbln":
+        if self.device == "auto" or not DEVICES[self.device].draws_tokens:
             raise ValueError(
                 f"--sampling-on-device needs --device rbln, not {self.device}; omit it or change the device"
             )

@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = given_flags(cls, arguments, foreign and VllmFlags())
     report.describe("settings", setting_sources(settings, given))
     configure("doctor", level="warning", log_format="console")
+    report.check("environment", _variables)
     prepare_libraries()
     reserve_stdout()
-    report.check("environment", _variables)
     os.environ.pop(CONFIG_VARIABLE, None)  # services get all settings as flags
     _check(settings, report)
     return report.close(f"`triptych {command or 'worker'}` would start.")

@@ -36,6 +36,8 @@ class DeviceSpec:
     vectors (MLA) before them."""
     reads_vllm_kv_space: bool = False
     """Whether VLLM_CPU_KVCACHE_SPACE is the size of its KV cache."""
+    draws_tokens: bool = False
+    """Whether it can draw the tokens of requests without a seed."""
     visible_by: tuple[str, ...] = ()
     """Variables that list the devices of a process, the preferred variable first; empty if all processes
     share the device."""
@@ -62,6 +64,7 @@ RBLN: Final = DeviceSpec(
     "worker_svc.devices.rbln.device:RblnDevice",
     "TriptychRblnPlatform",
     expands_latent=True,
+    draws_tokens=True,
     # The vendor's runtime prefers the older name, which all its releases know.
     visible_by=("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"),
     is_exclusive=True,

@@ -139,4 +139,4 @@ def test_a_worker_needs_to_support_only_parameters_that_have_an_effect() -> None
 def test_every_sampling_parameter_has_bounds_or_none_to_have() -> None:
     """A new parameter must say whether workers have to support it."""
     without = {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields} - SAMPLING.keys()
-    assert without == {"ignore_eos"}
+    assert without == {"ignore_eos", "seed_is_drawn"}

@@ -33,7 +33,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a clean shell, and logs as they are."""
     monkeypatch.setattr("structlog.configure", lambda **_: None)
     for name in list(os.environ):
-        if name.startswith(("VLLM_", "RBLN_", "TRIPTYCH_")):
+        if name.startswith(("VLLM_", "RBLN_", "TORCH_RBLN_", "TRIPTYCH_")):
             monkeypatch.delenv(name)
 
 

@@ -77,6 +77,7 @@ ARGUMENTS = {
     "compile_strict": ["--compile-strict"],
     "generation_config": ["--generation-config=vllm"],
     "override_generation_config": ['--override-generation-config={"top_k": 5, "temperature": 0.5}'],
+    "sampling_on_device": ["--sampling-on-device", "--device=rbln"],
     "enable_expert_parallel": ["--enable-expert-parallel", "--tensor-parallel-size=2"],
     "decode_bucket_strategy": ["--decode-bucket-strategy=linear"],
     "decode_buckets": ["--decode-buckets=1,3", "--decode-bucket-strategy=manual"],
