@@ -50,6 +50,15 @@ RBLNRetCode allocate(uint64_t size, uint64_t& address) {
   return RBLNRetCode_SUCCESS;
 }
 
+// Returns the allocation that holds an address; 0 if there is none.
+uint64_t allocation_of(uint64_t address) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto after = sizes.upper_bound(address);
+  if (after == sizes.begin()) return 0;
+  auto found = std::prev(after);
+  return address < found->first + std::max<uint64_t>(found->second, 1) ? found->first : 0;
+}
+
 RBLNRetCode copy(uint64_t source, uint64_t target, uint64_t size) {
   std::memmove(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), size);
   return RBLNRetCode_SUCCESS;
@@ -156,7 +165,7 @@ RBLNRetCode rbln_memcpy_v2v_multi(const Copies& copies) {
 }
 RBLNRetCode rbln_v_borrow_host_ptr(uint64_t address, uint64_t, uint64_t& host, uint64_t& loan) {
   host = loan = address;
-  return RBLNRetCode_SUCCESS;
+  return allocation_of(address) ? RBLNRetCode_SUCCESS : RBLNRetCode_FAILURE;
 }
 RBLNRetCode rbln_v_acquire_host_ptr_for_overwrite(uint64_t address, uint64_t, uint64_t& host, uint64_t& loan) {
   host = loan = address;
@@ -167,14 +176,9 @@ RBLNRetCode rbln_get_torch_device_id_from_vaddr(uint64_t, uint32_t& device) {
   return RBLNRetCode_SUCCESS;
 }
 RBLNRetCode rbln_get_memory_info(uint64_t address, MemoryInfo& info) {
-  std::lock_guard<std::mutex> guard(mutex);
-  auto after = sizes.upper_bound(address);
-  if (after == sizes.begin()) return RBLNRetCode_FAILURE;
-  auto found = std::prev(after);
-  if (address >= found->first + std::max<uint64_t>(found->second, 1)) return RBLNRetCode_FAILURE;
   info.torch_device_id = 0;
-  info.key_vaddr = found->first;
-  return RBLNRetCode_SUCCESS;
+  info.key_vaddr = allocation_of(address);
+  return info.key_vaddr ? RBLNRetCode_SUCCESS : RBLNRetCode_FAILURE;
 }
 RBLNRetCode rbln_event_query(uint64_t, bool* done) {
   *done = true;
