@@ -13,7 +13,6 @@ import pytest
 
 from tests.support import tiny_models
 from tests.support.ranks.replica import Replica, replica
-from tests.support.rbln.vendor_packages import environment
 
 PROMPTS = [
     [3 + (7 * row + place) % 200 for place in range(length)] for row, length in enumerate((4, 30, 70, 150))
@@ -21,13 +20,10 @@ PROMPTS = [
 COUNT = 300
 GREEDY = {"temperature": 0.0}
 
-Layout = tuple[str, int, int, str]
-"""A family of models, the ranks of a stage, the stages, and the device."""
+Layout = tuple[str, int, int]
+"""A family of models, the ranks of a stage, and the stages."""
 
-TENSOR, PIPELINE, EXPERTS, BOTH = (
-    ("llama", 2, 1, "cpu"), ("llama", 1, 2, "cpu"), ("mixtral", 2, 1, "cpu"), ("llama", 2, 2, "cpu"),
-)  # fmt: skip
-NPUS = ("llama", 2, 1, "rbln")
+TENSOR, PIPELINE, EXPERTS, BOTH = ("llama", 2, 1), ("llama", 1, 2), ("mixtral", 2, 1), ("llama", 2, 2)
 CASES = [
     (TENSOR, 0, SIGKILL),
     (TENSOR, 1, SIGSTOP),
@@ -35,7 +31,6 @@ CASES = [
     (PIPELINE, 1, SIGKILL),
     (EXPERTS, 1, SIGKILL),
     (BOTH, 2, SIGSTOP),
-    pytest.param(NPUS, 1, SIGKILL, marks=pytest.mark.npu),
 ]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -68,15 +63,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Layout
 
 @contextmanager
 def _run(layout: Layout, folder: Path) -> Iterator[Running]:
-    family, tensor, pipeline, device = layout
+    family, tensor, pipeline = layout
     model = tiny_models.write(family, folder / "model")
     experts = ("--enable-expert-parallel",) if family in tiny_models.EXPERT_FAMILIES else ()
-    on_npus = device == "rbln"
     with replica(
-        model, folder, tensor=tensor, pipeline=pipeline, device=device,
-        flags=("--dtype", "float16" if on_npus else "float32", *experts),
-        scheduler_flags=("--step-timeout-s", "20", *(("--block-size", "1024") if on_npus else ())),
-        variables=environment() if on_npus else None,
+        model, folder, tensor=tensor, pipeline=pipeline, flags=("--dtype", "float32", *experts),
+        scheduler_flags=("--step-timeout-s", "20"),
     ) as ranks:  # fmt: skip
         yield Running(ranks, ranks.generate_all(PROMPTS, COUNT, GREEDY))
 
