@@ -97,7 +97,7 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     GPUs of a replica must see one another, so their ranks choose by `--local-rank` instead. Workers use the
     devices in the launcher's own environment. They share GPUs if there are too few; too few NPUs are refused.
     """
-    # `auto` may become an NPU. Without NPUs, their variable has no effect.
+    # `auto` may become an NPU; other devices ignore the variable of NPUs.
     spec = DEVICES.get(settings.device, RBLN)
     if not spec.visible_by or settings.device_options.is_simulated:
         return {}

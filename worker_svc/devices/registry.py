@@ -133,8 +133,9 @@ def _has_npu() -> bool:
         return False
     try:
         npus = importlib.import_module("torch_rbln").device
-    except (ImportError, OSError, RuntimeError) as error:  # such as a library of another version
+        # The count of logical devices would fix which NPUs form one, before a setting says so.
+        return npus.is_available() and npus.physical_device_count() > 0 and not npus.is_dummy_device()
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:  # such as another version's library
         reason = next(iter(str(error).splitlines()), "")
         get_logger().warning("npu_unusable", reason=reason, advice="triptych doctor --device rbln")
         return False
-    return npus.is_available() and npus.device_count() > 0 and not npus.is_dummy_device()
