@@ -214,9 +214,8 @@ class _Parity:
     def open_reference(self) -> str:
         """Loads the model with transformers."""
         worker, trust = self.worker, self._settings.trust_remote_code
-        dtype = worker.description.dtype
-        if dtype == torch.float32 and self._computed is not None:
-            dtype = self._computed
+        types = (worker.description.dtype, self._computed or torch.float32)
+        dtype = max(types, key=lambda each: torch.finfo(each).eps)
         self._reference = Reference(worker.folder, dtype, trust_remote_code=trust)
         return "transformers, in float32 on this host"
 
