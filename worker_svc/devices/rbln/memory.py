@@ -58,8 +58,13 @@ class TensorMemory:
 
 
 def on_npu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates zeroed memory on the NPU."""
-    return torch.zeros(shape, dtype=dtype).to("rbln")
+    """Allocates zeroed memory on the NPU; a cache may be larger than this host's memory."""
+    memory = torch.empty(shape, dtype=dtype, device="rbln")
+    zeros = torch.zeros(shape[2:], dtype=dtype).to("rbln")
+    for layer in memory:
+        for part in layer:
+            part.copy_(zeros)
+    return memory
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
