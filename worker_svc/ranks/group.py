@@ -268,6 +268,7 @@ def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
     if master:
         others = [rank for rank in range(layout.world_size) if rank != layout.rank]
         get_logger().info("joining", rank=layout.rank, master=master, waits_for_ranks=others, limit_s=_JOIN_S)
+    deadline = time.monotonic() + _JOIN_S
     try:
         store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
         if master:
@@ -277,7 +278,7 @@ def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
             store.wait(everyone, timedelta(seconds=_JOIN_S))
         distributed.init_process_group(
             backend, store=store, rank=layout.rank, world_size=layout.world_size,
-            timeout=timedelta(seconds=_JOIN_S),
+            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
