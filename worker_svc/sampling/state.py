@@ -18,6 +18,8 @@ from worker_svc.sampling.workspace import WORKSPACE_BYTES, Workspace
 # Division of logits by a smaller temperature overflows float32. vLLM raises temperatures below 0.01 to 0.01;
 # we apply them unchanged down to this value and sample greedily below it.
 _GREEDY_BELOW = 1e-5
+# A device's own draws begin here: logits divided by less may exceed a half-precision type.
+_LEAST_TEMPERATURE = 0.01
 
 # A row: three int64, a float64 and five float32, padded to whole words.
 _ROW = struct.Struct("=qqqdfffff4x")
@@ -247,7 +249,7 @@ class SamplingState:
         self._banned_until = [0] * rows
         self._banned: set[int] = set()
         self._logprobs: list[int | None] = [None] * rows
-        self._seed_is_drawn = [False] * rows
+        self._takes_any_numbers = [False] * rows
         self._last_slots: tuple[int, ...] | None = None
         self._last = SamplingBatch(SamplingOps(), ())
 
@@ -303,7 +305,9 @@ class SamplingState:
         self._last_slots = None
         slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
-        self._seed_is_drawn[slot] = sampling.seed_is_drawn
+        self._takes_any_numbers[slot] = (
+            sampling.seed_is_drawn and temperature_of(sampling) >= _LEAST_TEMPERATURE
+        )
         bans = self._bans(request)
         needs = self._needs[slot] = self._interned(self._needs_of(sampling, bans))
         self._banned_until[slot] = max((until for _, until in bans), default=0)
@@ -372,7 +376,7 @@ class SamplingState:
         """Whether a device may draw for a slot with its own numbers, by temperature, top-k and top-p."""
         needs = self._needs[slot]
         return (
-            self._seed_is_drawn[slot]
+            self._takes_any_numbers[slot]
             and needs.random
             and not (needs.min_p or needs.adjusts)
             and self._logprobs[slot] is None

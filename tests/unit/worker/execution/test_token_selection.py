@@ -95,7 +95,7 @@ def test_other_rows_of_a_step_are_sampled_as_without_the_device() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"seed_is_drawn": False}, {"min_p": 0.1}, {"logprobs": 1}, {"presence_penalty": 1.0}, {"logit_bias": {1: 2.0}},
+        {"seed_is_drawn": False}, {"temperature": 0.001}, {"min_p": 0.1}, {"logprobs": 1}, {"presence_penalty": 1.0}, {"logit_bias": {1: 2.0}},
         {"allowed_token_ids": [1, 2]}, {"bad_words": [common_pb2.TokenSequence(token_ids=[1])]},
     ],
     ids=lambda fields: next(iter(fields)),
