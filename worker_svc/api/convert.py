@@ -18,6 +18,8 @@ from worker_svc.shapes import PoolingDescription, PoolShapeConfig, ShapeConfig, 
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
 # A lost scheduler leaves work behind, and a slow one unread results.
 _MAX_LEASE = 1000
+# Chunks known to suit a model on this many tensor-parallel ranks. The first is vLLM-Spyre's.
+_CHUNKS = {("granite-3.3-8b-instruct", 4): 1024}
 
 
 def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worker_pb2.DescribeResponse:
@@ -55,7 +57,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_batch=_MAX_BATCH,
         max_chunk=_MAX_CHUNK,
         default_block_size=device.default_block_size,
-        default_chunk=device.default_chunk,
+        default_chunk=_default_chunk(worker, model),
         default_max_num_seqs=device.default_max_num_seqs,
         graph_kinds=[common_pb2.GRAPH_KIND_POOL]
         if pooling
@@ -70,6 +72,11 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         block_copies=_block_copies(device.block_copies(worker.groups)),
         lora=_lora_limits(worker),
     )
+
+
+def _default_chunk(worker: Worker, model: str) -> int:
+    _, _, name = display_name(model).rpartition("/")
+    return _CHUNKS.get((name, worker.layout.tensor), worker.device.default_chunk)
 
 
 def _block_copies(copies: BlockCopies) -> worker_pb2.BlockCopies.ValueType:

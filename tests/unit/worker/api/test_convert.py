@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Pool, PoolShape, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2
@@ -43,6 +45,21 @@ def test_shapes_are_converted() -> None:
     assert convert.shapes_from_proto(request) == ShapeConfig(
         1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3, prefill_buckets=(64, 128)
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "chunk"),
+    [
+        ("ibm-granite/granite-3.3-8b-instruct", 4, 1024),
+        ("ibm-granite/granite-3.3-8b-instruct", 2, 128),
+        ("ibm-granite/granite-3.3-2b-instruct", 4, 128),
+    ],
+)
+def test_a_model_s_chunk_depends_on_its_ranks(model: str, ranks: int, chunk: int) -> None:
+    """Data names the model and the number of ranks; the device decides about all others."""
+    device = SimpleNamespace(default_chunk=128)
+    worker: Any = SimpleNamespace(layout=SimpleNamespace(tensor=ranks), device=device)
+    assert convert._default_chunk(worker, model) == chunk
 
 
 def test_a_worker_declares_the_parameters_that_it_applies() -> None:
