@@ -300,15 +300,14 @@ class Runner:
         selection = self._selector.select(slots, rows, logits, positions, step.sample, best)
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
+        places = {slot: place for place, slot in enumerate(slots)} if slots is not work.slots else None
         if selection.is_plain:
             reported = selection.reported[: len(slots)]
-            if slots is not work.slots:
-                reported = reported[[slots.index(slot) for slot in work.slots]]
-            return self._read_later(reported)
-        outputs = {
-            each.slot: each for each in self._selector.outputs(slots, selection, step.compute_logprobs)
-        }
-        return PendingStep(outputs=[outputs[slot] for slot in work.slots])
+            return self._read_later(reported if places is None else reported[[places[s] for s in work.slots]])
+        outputs = list(self._selector.outputs(slots, selection, step.compute_logprobs))
+        if places is not None:
+            outputs = [outputs[places[slot]] for slot in work.slots]
+        return PendingStep(outputs=outputs)
 
     def _uses_adapters(self, slots: Sequence[int]) -> bool:
         return self._adapters is not None and self._batch.has_adapters(slots)

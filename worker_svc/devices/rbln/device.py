@@ -49,7 +49,7 @@ from worker_svc.devices.rbln.operators import (
     emit_experts,
     emit_top_k_top_p,
 )
-from worker_svc.devices.rbln.vendor import TARGET_VARIABLES, Vendor, use_addresses
+from worker_svc.devices.rbln.vendor import Vendor, target, use_addresses
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes import NULL_BLOCK, KvGroup
 
@@ -179,7 +179,7 @@ class RblnDevice(Device):
     def _chip(self) -> str:
         """The NPU's name; empty for `rbln-check` without a target, which serves all windows."""
         if self._is_check:
-            return next((os.environ[name] for name in TARGET_VARIABLES if name in os.environ), "")
+            return target() or ""
         return self._vendor.chip()
 
     @property
@@ -187,7 +187,7 @@ class RblnDevice(Device):
         """In place, except on chips with a kernel for paged windows."""
         return GroupKind.PAGED_WINDOW if self.sorts_rows else GroupKind.IN_PLACE_WINDOW
 
-    @property
+    @functools.cached_property
     def sorts_rows(self) -> bool:
         """For RBLN-CR13: its decode kernels read each partition for leading rows only, and stop early."""
         return self._chip.strip().upper() == _PAGES_WINDOWS
@@ -278,7 +278,7 @@ class RblnDevice(Device):
         for what, needed in unserved.items():
             if needed:
                 raise ConfigurationRefused(f"device rbln has no kernels for {what}; choose another model")
-        for scale in (params.scale, 1.0):
+        for scale in {params.scale, 1.0} - self._scales.keys():
             self._scales[scale] = self._placed(torch.tensor(scale))
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:

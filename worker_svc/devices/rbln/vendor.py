@@ -106,9 +106,7 @@ class Vendor:
             import rebel
 
             name = rebel.get_npu_name(0)
-        name = name or next(
-            (os.environ[variable] for variable in TARGET_VARIABLES if variable in os.environ), None
-        )
+        name = name or target()
         if not name:
             raise ConfigurationRefused(
                 f"the NPU does not report its name; set {TARGET_VARIABLES[0]}, for example to RBLN-CA25"
@@ -187,6 +185,11 @@ class Vendor:
         if folder is not None:
             options["cache_dir"] = str(folder)
         return options
+
+
+def target() -> str | None:
+    """Returns the NPU that the environment names for the compiler."""
+    return next((os.environ[name] for name in TARGET_VARIABLES if name in os.environ), None)
 
 
 def use_addresses(master: str) -> None:
