@@ -57,7 +57,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Makes the vendor's packages for NPUs, once."""
+    """Installs the vendor's packages for NPUs before their first test."""
     if item.get_closest_marker("npu") is not None:
         try:
             installed()

@@ -206,8 +206,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run
     in plain operators."""
     sampling_on_device: bool = False
-    """Draw tokens of requests without a seed on the NPU if they use only temperature, top-k and top-p. See
-    docs/npu.md for the differences."""
+    """Draw tokens of requests without a seed on the NPU if they use only temperature, top-k and top-p. Needs
+    --device rbln; docs/npu.md has the differences."""
     rbln_backend: RblnBackend = DeviceOptions.rbln_backend
     """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
     do; it needs none of the vendor's packages, so it shows whether a model suits an NPU."""
@@ -283,11 +283,11 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     @field_validator("device", "backend", mode="before")
     @classmethod
     def _without_spyre(cls, value: Any, info: ValidationInfo) -> Any:
-        """Takes vLLM-Spyre's word for compiled graphs on other devices."""
+        """Refuses the words of Spyre, and maps `inductor`, a backend of vLLM-Spyre."""
         words, instead = _SPYRE[info.field_name or ""]
         if value in words:
             raise ValueError(f"should be {instead}: Triptych serves no Spyre cards")
-        return "compiled" if value == "inductor" else value
+        return "compiled" if (info.field_name, value) == ("backend", "inductor") else value
 
     @field_validator("master")
     @classmethod

@@ -61,7 +61,7 @@ _SCHEDULER: Final = [
 _NPU: Final = [
     ("positions of compiler kernels are int64", "device.py", "torch.int32 if self.namespace == TRITON else torch.int64", "torch.int32"),
     ("positions of Triton kernels are int32", "device.py", "torch.int32 if self.namespace == TRITON else torch.int64", "torch.int64"),
-    ("other integers are int32", "device.py", "integers.to(torch.int32)", "integers.to(torch.int64)"),
+    ("other integers are int32", "device.py", "integers.to(torch.int32, copy=True)", "integers.to(torch.int64)"),
     ("a chunk's table is flat", "device.py", "table[0] if query_len > 1 else table", "table"),
     ("a chunk's window is flat", "device.py", "table[0] if prefill else table", "table"),
     ("padded windows end at 0", "device.py", "step.cache_offset.masked_fill(table == NULL_BLOCK, 0)", "step.cache_offset"),

@@ -154,7 +154,7 @@ def lists(*, only_installed: bool = False) -> dict[Path, str]:
         ),
     }
     for path, (names, make) in makers.items():
-        source = ", ".join(f"{name} {' and '.join(_WHEELS[name])}" for name in names)
+        source = ", ".join(f"{name} {', '.join(_WHEELS[name])}" for name in names)
         texts[path] = _text(source, make())
     return texts
 

@@ -1,4 +1,4 @@
-"""The vendor's packages for NPUs, as far as they can be had: `python -m tests.support.rbln.vendor_packages`.
+"""The vendor's packages for NPUs, where public: `python -m tests.support.rbln.vendor_packages`.
 
 torch-rbln and vllm-rbln are the vendor's own wheels. They have their own folder, because every process that
 imports torch loads an installed torch-rbln. The compiler and the runtime are not public: `rebel` is a fake
@@ -40,8 +40,9 @@ def installed() -> Path:
         IndexUnreachable: if a wheel is not in the cache and the package index does not answer.
     """
     sources = sorted(STUB.glob("*.cpp"))
+    made_from = (Path(__file__), *sources)
     key = hashlib.sha256(
-        b"".join([TORCH_RBLN.encode(), VLLM_RBLN.encode(), *(each.read_bytes() for each in sources)])
+        b"".join([TORCH_RBLN.encode(), VLLM_RBLN.encode(), *(each.read_bytes() for each in made_from)])
     ).hexdigest()[:16]
     folder = _CACHE / f"{sys.implementation.cache_tag}-{key}"
     if folder.exists():
@@ -89,7 +90,7 @@ def _symbols(library: Path) -> str:
 def environment(**changed: str) -> dict[str, str]:
     """Returns this process's environment with the vendor's packages on Python's path, and one thread.
 
-    Such processes are others than the tests' own because torch takes one device of this kind, for good.
+    Such processes are separate from the tests', because torch takes one device of this kind, permanently.
     """
     folder = installed()
     libraries = filter(None, (str(folder / "lib"), os.environ.get("LD_LIBRARY_PATH")))

@@ -177,7 +177,7 @@ def call_form(namespace: Namespace, operator: str) -> CallForm:
 
 def _unfit(namespace: Namespace, operator: str, reason: str) -> ConfigurationRefused:
     return ConfigurationRefused(
-        f"the vendor's operator {namespace}::{operator} {reason}; install the packages of release 0.12"
+        f"the vendor's operator {namespace}::{operator} {reason}; install the packages of release 0.12.0 or 0.12.1"
     )
 
 

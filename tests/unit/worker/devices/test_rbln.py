@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from protos.errors import ConfigurationRefused
 from protos.steps import BlockCopy, GroupKind
 from worker_svc.devices import open_device, plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, RowsPlan
+from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions
@@ -293,6 +294,31 @@ def test_the_chip_decides_windows_and_the_order_of_rows(
     assert len(device.cache_shape(group_of(GroupKind.FULL), 3, BLOCK)) == 6
     with pytest.raises(ConfigurationRefused, match=f"{chip} .*--window-kv {flag}"):
         device.cache_shape(group_of(refused), 3, BLOCK)
+
+
+@pytest.mark.parametrize(("chip", "is_sorted"), [("RBLN-CR13", True), ("RBLN-CA25", False)])
+def test_kernels_hear_whether_rows_are_sorted(
+    monkeypatch: pytest.MonkeyPatch, chip: str, is_sorted: bool
+) -> None:
+    """Operators with the argument get it; see `call_form`."""
+    monkeypatch.setenv("RBLN_TARGET_SOC", chip)
+    calls: list[Mapping[str, Any]] = []
+
+    def emit(_: Any, by_role: Mapping[str, Any]) -> torch.Tensor:
+        calls.append(by_role)
+        return torch.zeros_like(by_role["q"])
+
+    monkeypatch.setattr(operators, "emit", emit)
+    device, group = open_check(), group_of(GroupKind.FULL)
+    params = params_of(group)
+    device.check_attention(params)
+    cache = device.allocate(device.cache_shape(group, 4, BLOCK), torch.float32)
+    states = torch.zeros(2, KV_HEADS, SIZE)
+    query = torch.zeros(2, HEADS, SIZE)
+    plan = device.plan(group, BLOCK, paged_steps(2)[-1])
+    device.attend(AttentionCall(params, query, states, states, cache, torch.empty_like(query)), plan)
+    (call,) = calls
+    assert call["is_prompt_sorted"] is is_sorted
 
 
 @pytest.mark.parametrize(
