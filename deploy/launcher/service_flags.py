@@ -13,7 +13,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import unix_address
 from protos.service.settings import ServiceSettings, is_secret, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
-from worker_svc.devices.registry import DEVICES, RBLN
+from worker_svc.devices.registry import DEVICES, RBLN, may_have_npus
 from worker_svc.model_files.loader import display_name
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -97,9 +97,10 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     GPUs of a replica must see one another, so their ranks choose by `--local-rank` instead. Workers use the
     devices in the launcher's own environment. They share GPUs if there are too few; too few NPUs are refused.
     """
-    # `auto` may become an NPU; other devices ignore the variable of NPUs.
-    spec = DEVICES.get(settings.device, RBLN)
-    if not spec.visible_by or settings.device_options.is_simulated:
+    spec = DEVICES.get(settings.device)
+    if spec is None and may_have_npus():
+        spec = RBLN  # `auto` may become an NPU; other devices ignore the variable of NPUs.
+    if spec is None or not spec.visible_by or settings.device_options.is_simulated:
         return {}
     if spec.is_exclusive:
         return _npus(settings, spec.visible_by, index)

@@ -127,9 +127,14 @@ def choose_device(setting: DeviceSetting) -> DeviceName:
     return CUDA.name if torch.cuda.is_available() else CPU.name
 
 
+def may_have_npus() -> bool:
+    """Whether the vendor's packages are installed, without which no NPU can be used. Imports nothing."""
+    return all(importlib.util.find_spec(name) is not None for name in RBLN_PACKAGES)
+
+
 def _has_npu() -> bool:
     """Whether the vendor's runtime finds an NPU. Imports nothing without the vendor's packages."""
-    if any(importlib.util.find_spec(name) is None for name in RBLN_PACKAGES):
+    if not may_have_npus():
         return False
     try:
         npus = importlib.import_module("torch_rbln").device

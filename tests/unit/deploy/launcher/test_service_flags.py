@@ -12,6 +12,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.settings import ServiceSettings, is_secret, load
 from scheduler_svc.adapters.registry import name_and_path
 from scheduler_svc.settings import Settings as SchedulerSettings
+from worker_svc.devices.registry import RBLN_PACKAGES
 from worker_svc.settings import Settings as WorkerSettings
 
 SCHEDULER = Path("/run/s.sock")
@@ -235,9 +236,19 @@ def test_listed_npus_are_divided(variable: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("all_npus")
-def test_workers_of_device_auto_get_npus_of_their_own() -> None:
-    """They may find NPUs, which processes cannot share."""
+def test_workers_of_device_auto_get_npus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vendor's packages may find NPUs, which processes cannot share; else no variable matters."""
     settings = load(LaunchSettings, ["--device", "auto", "--workers", "2"])
+    monkeypatch.setenv("RBLN_DEVICES", "4")
+    assert [service_flags.worker_environment(settings, index) for index in range(2)] == [{}, {}]
+    for package in RBLN_PACKAGES:
+        (tmp_path / package).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationRefused, match="lists 1 NPUs"):
+        service_flags.worker_environment(settings, 0)
+    monkeypatch.delenv("RBLN_DEVICES")
     environments = [service_flags.worker_environment(settings, index) for index in range(2)]
     assert environments == [{"RBLN_DEVICES": "0"}, {"RBLN_DEVICES": "1"}]
 
