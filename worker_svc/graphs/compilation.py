@@ -16,9 +16,10 @@ from worker_svc.graphs.compile_cache import (
 )
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
+from worker_svc.graphs.spyre_catalog import SpyreCatalog
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
-from worker_svc.shapes import KvGroup, ModelDescription, Shapes
+from worker_svc.shapes import KvGroup, ModelDescription, ShapeConfig, Shapes
 
 
 def keeps_code(level: int, device: Device) -> bool:
@@ -85,6 +86,7 @@ class Compilation:
         self._description = description
         self._groups = groups
         self._code: CompiledCode | None = None
+        self._spyre_catalog: SpyreCatalog | None = None
         self._has_compiled = False
         self._num_added: int | None = None
         self._log = get_logger()
@@ -114,6 +116,10 @@ class Compilation:
             return
         folder = settings.cache_folder(self._device.name)
         cache = CompileCache(folder) if folder else None
+        if folder and isinstance(shapes, ShapeConfig):
+            self._spyre_catalog = SpyreCatalog(folder, settings.model, settings.layout.tensor, shapes)
+            for warning in self._spyre_catalog.warnings() if settings.require_precompiled else ():
+                self._log.warning(f"[PRECOMPILED_WARN] {warning}")
         self._code = CompiledCode(cache, self._fields(shapes), required=settings.require_precompiled)
 
     def verification_cache(self, shapes: Shapes) -> VerificationCache:
@@ -182,6 +188,8 @@ class Compilation:
                 code.discard()
             else:
                 code.commit(signatures, seconds)
+                if code.is_warm and self._spyre_catalog is not None:
+                    self._spyre_catalog.add()
             self._device.use_code_folder(None)
         self._has_compiled = True
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from protos.errors import ConfigurationRefused
 from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compilation import Compilation, graph_options
+from worker_svc.graphs.spyre_catalog import NAME
 from worker_svc.settings import Settings
 from worker_svc.shapes import ModelDescription, ShapeConfig
 
@@ -105,3 +107,116 @@ def test_kernels_that_come_later_have_a_folder(
     compilation.keep([], 1.0)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         Path(os.environ[name]).mkdir()
+
+
+# An entry as vLLM-Spyre reads it, for the deployment of these tests.
+ENTRY = {
+    "vllm_spyre_version": "1.10.0",
+    "data": {
+        "MODEL_NAME": "m",
+        "NUM_AIUS": 1,
+        "VLLM_DT_MAX_CONTEXT_LEN": SIZES.max_model_len,
+        "VLLM_DT_MAX_BATCH_SIZE": SIZES.max_num_seqs,
+    },
+}
+
+
+def altered(**changed: Any) -> dict[str, Any]:
+    return {**ENTRY, "data": {**ENTRY["data"], **changed}}  # type: ignore[dict-item]
+
+
+def compile_once(folder: Path, cache: Path) -> None:
+    compilation = make_compilation(folder, make_settings(cache))
+    compilation.find(SIZES)
+    compilation.keep(["decode of 1 rows"], 1.0)
+
+
+def warnings_of(folder: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Starts with required code; returns the tagged warnings, and the refusal if the code is missing."""
+    capsys.readouterr()
+    try:
+        make_compilation(folder, make_settings(cache, require_precompiled=True)).find(SIZES)
+    except ConfigurationRefused as error:
+        refusal = [error.message]
+    else:
+        refusal = []
+    printed = capsys.readouterr().out.splitlines()
+    return [line for line in printed if "[PRECOMPILED_WARN]" in line] + refusal
+
+
+def test_compiled_code_gets_an_entry_that_vllm_spyre_can_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The documented start, an empty catalog, then warns of nothing; a second compilation adds nothing."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / NAME).write_text("{}")
+    compile_once(folder, cache)
+    compile_once(folder, cache)
+    (entry,) = json.loads((cache / NAME).read_text())
+    assert entry["data"] == ENTRY["data"]
+    assert {"vllm_spyre_version", "sendnn_inference_version"} <= entry.keys()
+    assert warnings_of(folder, cache, capsys) == []
+
+
+def test_entries_of_others_stay(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / NAME).write_text(json.dumps([ENTRY]))
+    compile_once(folder, cache)
+    first, second = json.loads((cache / NAME).read_text())
+    assert first == ENTRY
+    assert second["data"] == ENTRY["data"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ([], ["no entry of", "NUM_AIUS 1", "VLLM_DT_MAX_CONTEXT_LEN 32", "VLLM_DT_MAX_BATCH_SIZE 2"]),
+        ([altered(NUM_AIUS=4)], ["no entry of"]),
+        ([altered(VLLM_DT_MAX_BATCH_SIZE=8)], ["no entry of"]),
+        ([altered(VLLM_SPYRE_WARMUP_PROMPT_LENS="64")], ["no entry of"]),
+        ([altered(SENDNN_INFERENCE_WARMUP_PROMPT_LENS="64")], ["no entry of"]),
+        (["text"], ["cannot be read"]),
+        ({"data": {}}, ["cannot be read"]),
+        ([altered(MODEL_NAME="other")], ["compiled by vllm-spyre 1.10.0", "other"]),
+    ],
+)
+def test_an_entry_only_warns(
+    content: Any, expected: Sequence[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Required code that is there is used, whatever the catalog says."""
+    cache = tmp_path / "cache"
+    compile_once(folder, cache)
+    (cache / NAME).write_text(json.dumps(content))
+    warned = warnings_of(folder, cache, capsys)
+    assert all(any(words in line for line in warned) for words in expected), warned
+
+
+def test_an_entry_of_another_model_is_passed_over_for_a_better_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    compile_once(folder, cache)
+    ours = json.loads((cache / NAME).read_text())
+    (cache / NAME).write_text(json.dumps([altered(MODEL_NAME="other"), *ours]))
+    assert warnings_of(folder, cache, capsys) == []
+
+
+def test_an_entry_is_no_code(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that only the catalog has is refused; without a catalog nothing warns."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    assert len(warnings_of(folder, cache, capsys)) == 1
+    (cache / NAME).write_text(json.dumps([ENTRY]))
+    *warned, refusal = warnings_of(folder, cache, capsys)
+    assert "nothing is precompiled" in refusal
+    assert len(warned) == 1
+
+
+def test_a_catalog_that_cannot_be_read_is_kept(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / NAME).write_text("[{")
+    compile_once(folder, cache)
+    assert (cache / NAME).read_text() == "[{"
