@@ -29,6 +29,7 @@ SAMPLING: Final = bounds_of(common_pb2.SamplingParams.DESCRIPTOR)
 
 _GENERATE: Final = bounds_of(inference_pb2.GenerateRequest.DESCRIPTOR)
 _TOKEN_SEQUENCE: Final = bounds_of(common_pb2.TokenSequence.DESCRIPTOR)
+_THINKING_BUDGET: Final = bounds_of(common_pb2.ThinkingBudget.DESCRIPTOR)
 
 MAX_SEQUENCES: Final = int(_GENERATE["n"].max)
 """Sequences of one request, as in OpenAI's API; each costs the scheduler as much as a request. vLLM allows
@@ -48,6 +49,9 @@ MAX_BAD_WORDS: Final = SAMPLING["bad_words"].max_items
 """Token sequences; the gateway makes up to two of each word."""
 
 MAX_BAD_WORD_TOKENS: Final = _TOKEN_SEQUENCE["token_ids"].max_items
+
+MAX_MARKER_TOKENS: Final = _THINKING_BUDGET["close_ids"].max_items
+"""Tokens of each marker in a ``ThinkingBudget``."""
 
 MAX_LOGPROBS: Final = 20
 """Most likely tokens to report for each token; OpenAI's limit for chats."""

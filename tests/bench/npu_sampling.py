@@ -79,7 +79,7 @@ def measure(rows: int, mode: str, steps: int) -> tuple[float, float]:
             read, times = counter(_BYTES_READ), []
         start = time.perf_counter()
         best = argmax(logits).to("cpu", torch.int64)
-        selector.select(slots, index, logits, index, sample, [best])
+        selector.select(slots, index, logits, index, sample, batch.sampling.thinking.advance, [best])
         times.append(time.perf_counter() - start)
     return (counter(_BYTES_READ) - read) / steps, statistics.median(times) * 1e6
 

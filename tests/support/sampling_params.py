@@ -41,6 +41,20 @@ def constrained(sampling: common_pb2.SamplingParams, kind: str, text: str) -> co
     return copy
 
 
+def thinking_budget(
+    tokens: int,
+    *,
+    opened: bool = True,
+    start: Sequence[int] = (3,),
+    end: Sequence[int] = (9,),
+    close: Sequence[int] = (),
+) -> common_pb2.ThinkingBudget:
+    """Returns a budget; by default the worker writes the end alone."""
+    return common_pb2.ThinkingBudget(
+        tokens=tokens, open=opened, start_ids=start, end_ids=end, close_ids=close or end
+    )
+
+
 def token_logprobs(logprob: float, rank: int, *top: tuple[int, float]) -> common_pb2.TokenLogprobs:
     """Returns a token's log-probabilities; ``top`` are the likeliest tokens with theirs."""
     return common_pb2.TokenLogprobs(

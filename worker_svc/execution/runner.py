@@ -78,6 +78,7 @@ class Runner:
         if device.captures:
             # Captured steps hold these by their addresses.
             self._batch.sampling.allocate()
+            self._batch.sampling.thinking.allocate()
             self._batch.sampling.workspace(shapes.decode_buckets[-1])
         self._stage = Stage(
             model, self._batch, group, device.torch_device,
@@ -272,7 +273,15 @@ class Runner:
         if is_here:
             logits = logits.where(finite, torch.nan)
         rows = upload([work.slot], self._device.torch_device)
-        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, best)
+        selection = self._selector.select(
+            [work.slot],
+            rows,
+            logits,
+            positions[last],
+            self._sample,
+            self._batch.sampling.thinking.advance,
+            best,
+        )
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
             return self._read_later(selection.reported[:1])
@@ -297,7 +306,9 @@ class Runner:
             self._stage.pass_on(work, states)
             return PendingStep()
         logits, positions, *best = step.forward(rows, *given)
-        selection = self._selector.select(slots, rows, logits, positions, step.sample, best)
+        selection = self._selector.select(
+            slots, rows, logits, positions, step.sample, step.end_thoughts, best
+        )
         step.advance(rows, selection.tokens)
         self._batch.advance_decode(work.slots)
         places = {slot: place for place, slot in enumerate(slots)} if slots is not work.slots else None

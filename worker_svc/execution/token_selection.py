@@ -24,11 +24,16 @@ from worker_svc.sampling.sampler import (
     unpack_logprobs,
 )
 from worker_svc.sampling.state import SamplingBatch, SamplingOps
+from worker_svc.sampling.thinking import Endings
 from worker_svc.shapes import ShapeConfig
 
 Sample = Callable[[SamplingOps, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
 [rows]. Returns tokens without and with marks; see `sampling.sampler.sample`."""
+
+EndThoughts = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+"""Takes the rows' slots and the positions of their next tokens, int64 [rows]; see
+`ThinkingBudgets.advance`."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [rows, vocab] and selected tokens, int64 [rows]; see `sampling.sampler.compute_logprobs`."""
@@ -82,6 +87,7 @@ class TokenSelector:
         logits: torch.Tensor,
         positions: torch.Tensor,
         draw: Sample,
+        end_thoughts: EndThoughts,
         best: Sequence[torch.Tensor] = (),
     ) -> Selection:
         """Selects a token for each row and counts it for penalties.
@@ -93,6 +99,7 @@ class TokenSelector:
                 another device travel to the batch only if a row needs them.
             positions: int64 [bucket], the positions of the rows' last tokens.
             draw: samples for steps in which the most probable tokens are not enough.
+            end_thoughts: finds the tokens that end thoughts, for steps with budgets.
             best: the most probable tokens, int64 [bucket], if known; then the same with marks, if the device
                 has compared them with the logits.
         """
@@ -105,18 +112,21 @@ class TokenSelector:
             random = any(map(self._batch.sampling.is_random, rest))
             batch = replace(batch, needs=replace(batch.needs, random=random, greedy=True))
         needs = batch.needs
+        endings = None
+        if self._batch.sampling.thinking.limit_any(slots):
+            # On every rank, drawing or not: the state must be the same.
+            endings = Endings(*end_thoughts(rows, positions + 1))
         constrained = self._constraints is not None and self._constraints.any_constrained(slots)
         if constrained or batch.reports or not best or not needs.none:
             logits = logits.to(rows.device)
         if constrained:
             assert self._constraints is not None
             selection = self._select_constrained(
-                self._constraints, slots, rows, logits, positions, draw, batch, best
+                self._constraints, slots, rows, logits, positions, draw, batch, best, endings
             )
-        elif needs.none and best:
-            return Selection(best[0], best[-1], batch, logits)
         else:
-            tokens, reported = draw(needs, logits, rows, positions)
+            drawn = best if needs.none and best else draw(needs, logits, rows, positions)
+            tokens, reported = (drawn[0], drawn[-1]) if endings is None else endings.over(drawn)
             selection = Selection(tokens, reported, batch, logits)
         self._batch.sampling.count(needs, rows, selection.tokens)
         return selection
@@ -175,6 +185,7 @@ class TokenSelector:
     def _select_constrained(
         self, constraints: StepConstraints, slots: Sequence[int], rows: torch.Tensor, logits: torch.Tensor,
         positions: torch.Tensor, draw: Sample, batch: SamplingBatch, best: Sequence[torch.Tensor],
+        endings: Endings | None,
     ) -> Selection:  # fmt: skip
         # Grammars mask the logits in place; log-probabilities are of the model's own.
         unmasked = logits.clone() if batch.reports else logits
@@ -182,15 +193,15 @@ class TokenSelector:
         def redraw(indices: Sequence[int] | None) -> torch.Tensor:
             """Draws tokens for some rows, or for all, with marks."""
             if indices is None:
-                if best and batch.needs.none:
-                    return best[-1]
-                return draw(batch.needs, logits, rows, positions)[1]
+                known = best if best and batch.needs.none else draw(batch.needs, logits, rows, positions)
+                return known[-1] if endings is None else endings.over(known, logits)[1]
             index = upload(list(indices), logits.device)
             # The second attempt takes new random numbers: the first led to a forbidden token, so they are no
             # longer independent of the mask.
-            return sample(
+            drawn = sample(
                 self._batch.sampling, batch.needs, logits[index], rows[index], positions[index] + 1, attempt=1
-            )[1]
+            )
+            return drawn[1] if endings is None else endings.of(index).over(drawn, logits[index])[1]
 
         choice = constraints.choose(
             slots,
@@ -265,6 +276,8 @@ class DecodeStep:
     """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""
     sample: Sample
     """Samples tokens for steps in which the most probable tokens are not enough."""
+    end_thoughts: EndThoughts
+    """Finds the tokens that end thoughts, for steps with budgets."""
     compute_logprobs: ComputeLogprobs
     """Computes the rows' log-probabilities."""
 
@@ -301,7 +314,9 @@ def make_sampler(batch: Batch) -> Sample:
 
 def plain_step(batch: Batch, forward: Forward) -> DecodeStep:
     """Returns a step that runs operator by operator."""
-    return DecodeStep(forward, batch.advance_rows, make_sampler(batch), compute_logprobs)
+    return DecodeStep(
+        forward, batch.advance_rows, make_sampler(batch), batch.sampling.thinking.advance, compute_logprobs
+    )
 
 
 def captured_step(
@@ -334,6 +349,7 @@ def captured_step(
         captured,
         device.capture(batch.advance_rows, [padding[0], tokens]),
         _captured_sampler(device, batch, logits, padding[0], positions),
+        device.capture(batch.sampling.thinking.advance_any, [padding[0], positions]),
         compute,
     )
 

@@ -13,6 +13,7 @@ from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import upload
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
+from worker_svc.sampling.thinking import ThinkingBudgets, thinking_bytes
 from worker_svc.sampling.workspace import WORKSPACE_BYTES, Workspace
 
 # Division of logits by a smaller temperature overflows float32. vLLM raises temperatures below 0.01 to 0.01;
@@ -238,6 +239,8 @@ class SamplingState:
         self.vocabulary = vocabulary
         self.parameters = SlotParameters.greedy(rows, vocabulary.size, device)
         """Each slot's parameters, except those in tables."""
+        self.thinking = ThinkingBudgets(tokens, self.parameters.prompt_len)
+        """The budgets of thinking. They add no operations to steps without any."""
         # Slots with entries in the tables, which the next request in the slot replaces.
         self._listed: set[int] = set()
         self._workspace = Workspace(0, vocabulary.size, device)
@@ -304,6 +307,7 @@ class SamplingState:
         """
         self._last_slots = None
         slot, sampling = request.slot, request.sampling
+        self.thinking.set(request)
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         self._takes_any_numbers[slot] = (
             sampling.seed_is_drawn and temperature_of(sampling) >= _LEAST_TEMPERATURE
@@ -369,8 +373,10 @@ class SamplingState:
                 self._last_slots = None
 
     def restricts(self, slot: int) -> bool:
-        """Whether a slot's parameters may forbid a token at any position, not only before `min_tokens`."""
-        return self._needs[slot].masks or self._banned_until[slot] == FOREVER
+        """Whether a slot's parameters may forbid or set a token anywhere, not only before `min_tokens`."""
+        return (
+            self._needs[slot].masks or self._banned_until[slot] == FOREVER or self.thinking.limit_any((slot,))
+        )
 
     def takes_any_numbers(self, slot: int) -> bool:
         """Whether a device may draw for a slot with its own numbers, by temperature, top-k and top-p."""
@@ -498,7 +504,8 @@ def state_bytes(num_slots: int, vocab_size: int) -> int:
     """Returns the bytes of the tables and counts of `num_slots` slots."""
     masks = 4 * -(-vocab_size // 32)
     bans = MAX_BANS * (8 + 8 + 4 * MAX_BAN_TOKENS)
-    return (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
+    tables = (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
+    return tables + thinking_bytes(num_slots)
 
 
 def sampling_bytes(rows: int, vocab_size: int, longest: int) -> int:

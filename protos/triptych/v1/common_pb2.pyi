@@ -284,6 +284,7 @@ class SamplingParams(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     SEED_IS_DRAWN_FIELD_NUMBER: _builtins.int
+    THINKING_BUDGET_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 means greedy. Unset: 1.0."""
     top_p: _builtins.float
@@ -336,6 +337,10 @@ class SamplingParams(_message.Message):
     def structured_output(self) -> Global___StructuredOutput:
         """Constrain the output to a grammar. Unset: unconstrained."""
 
+    @_builtins.property
+    def thinking_budget(self) -> Global___ThinkingBudget:
+        """Ends thoughts of the model that grow too long. Unset: they may take all of max_tokens."""
+
     def __init__(
         self,
         *,
@@ -358,10 +363,11 @@ class SamplingParams(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         structured_output: Global___StructuredOutput | None = ...,
         seed_is_drawn: _builtins.bool = ...,
+        thinking_budget: Global___ThinkingBudget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_thinking_budget", b"_thinking_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "thinking_budget", b"thinking_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "seed_is_drawn", b"seed_is_drawn", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_structured_output", b"_structured_output", "_temperature", b"_temperature", "_thinking_budget", b"_thinking_budget", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "seed_is_drawn", b"seed_is_drawn", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "thinking_budget", b"thinking_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -379,6 +385,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__structured_output: _TypeAlias = _typing.Literal["_structured_output", b"_structured_output"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
@@ -400,11 +408,60 @@ class SamplingParams(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_budget) -> _WhichOneofReturnType__thinking_budget | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class ThinkingBudget(_message.Message):
+    """The length of a model's thoughts. After `tokens` tokens of a thought, the worker writes `close_ids`: whatever the
+    other parameters say, but not against a grammar, whose next chance it waits for. If the output ends with a
+    beginning of `close_ids`, the worker continues that.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    START_IDS_FIELD_NUMBER: _builtins.int
+    END_IDS_FIELD_NUMBER: _builtins.int
+    CLOSE_IDS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Most tokens of a thought. Tokens that open or end it do not count. 0: it ends at once."""
+    open: _builtins.bool
+    """Whether the prompt has opened a thought, which the first new token begins."""
+    @_builtins.property
+    def start_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens that open a thought. Empty: only the prompt opens one."""
+
+    @_builtins.property
+    def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """New tokens that end it."""
+
+    @_builtins.property
+    def close_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens to write; `end_ids` are usually among them."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        open: _builtins.bool = ...,
+        start_ids: _abc.Iterable[_builtins.int] | None = ...,
+        end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        close_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_ids", b"close_ids", "end_ids", b"end_ids", "open", b"open", "start_ids", b"start_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingBudget: _TypeAlias = ThinkingBudget  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):

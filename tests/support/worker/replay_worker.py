@@ -8,7 +8,7 @@ import torch
 
 from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
-from tests.support.sampling_params import constrained, sampling_params
+from tests.support.sampling_params import constrained, sampling_params, thinking_budget
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
@@ -142,6 +142,11 @@ REQUESTS: list[tuple[common_pb2.SamplingParams, list[int], str]] = [
     (sampling_params(temperature=0.0, logprobs=3), [52], "40 39 1"),
     (sampling_params(seed=11, top_k=9, logit_bias={8: 2.0}, logprobs=1), [53], "5 4 3 2 1 0"),
     (sampling_params(seed=12, presence_penalty=2.0, min_tokens=4), [54], "30 0"),
+    # Thoughts with budgets. Few tokens, so the model writes markers; a grammar that seldom allows the end.
+    (sampling_params(seed=13, thinking_budget=thinking_budget(3, close=(7, 8, 9), end=(8,)), logprobs=1), [55], ""),
+    (sampling_params(temperature=0.0, thinking_budget=thinking_budget(5), frequency_penalty=1.0), [56, 8], ""),
+    (sampling_params(seed=15, allowed_token_ids=(3, 6, 7, 8, 9), thinking_budget=thinking_budget(2, opened=False)), [57], ""),
+    (sampling_params(seed=16, top_k=9, thinking_budget=thinking_budget(4, close=(8, 9))), [58], "4 0 1 2 3"),
 ]  # fmt: skip
 """Parameters, prompt and grammar of each request."""
 

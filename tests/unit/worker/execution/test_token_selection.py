@@ -8,6 +8,7 @@ import torch
 
 from protos.steps import Admission, GroupKind
 from protos.triptych.v1 import common_pb2
+from tests.support.sampling_params import changed, thinking_budget
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler
 from worker_svc.pending_step import NOT_FINITE
@@ -19,6 +20,8 @@ GREEDY = common_pb2.SamplingParams(temperature=0.0)
 # Nothing can be read on the meta device, and copying from it fails.
 AWAY = torch.empty((2, VOCAB), device="meta")
 ROWS = torch.arange(2)
+# The positions of the slots' last tokens.
+LAST = torch.ones(2, dtype=torch.int64)
 BEST = torch.tensor([7, 9])
 
 
@@ -36,7 +39,9 @@ def select(
         batch.admit(Admission(slot, [1, 2], 1, parameters, {0: [1 + slot]}))
     batch.copy_admitted()
     chooser = TokenSelector(batch, None, draw)
-    return chooser.select([0, 1], ROWS, logits, ROWS, make_sampler(batch), [BEST])
+    return chooser.select(
+        [0, 1], ROWS, logits, LAST, make_sampler(batch), batch.sampling.thinking.advance, [BEST]
+    )
 
 
 def test_greedy_rows_leave_logits_where_they_are() -> None:
@@ -108,6 +113,18 @@ def test_a_row_with_other_parameters_is_never_drawn_on_the_device(fields: dict[s
 
     parameters = {"temperature": 1.0, "seed": 3, "seed_is_drawn": True, **fields}
     select(common_pb2.SamplingParams(**parameters), GREEDY, logits=logits, draw=draw)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "draw"), [(GREEDY, None), (ANY_SEED, lambda *_: DRAWN)], ids=["greedy", "drawn"]
+)
+def test_the_end_of_a_thought_needs_no_logits(
+    sampling: common_pb2.SamplingParams, draw: Callable[..., torch.Tensor] | None
+) -> None:
+    """The host writes it over the token that the device has found, and other rows keep theirs."""
+    selection = select(changed(sampling, thinking_budget=thinking_budget(0, end=(33,))), GREEDY, draw=draw)
+    assert selection.tokens.tolist() == selection.reported.tolist() == [33, 9]
+    assert selection.is_plain
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error_of_its_row() -> None:
