@@ -194,13 +194,37 @@ class Device(abc.ABC):
             ConfigurationRefused: names the unsupported part.
         """
 
-    def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def compile(
+        self,
+        function: Callable[..., torch.Tensor],
+        *,
+        by_shape: bool = False,  # noqa: ARG002 - for devices with a compiler
+    ) -> Callable[..., torch.Tensor]:
         """Returns the function in the form that the device runs; by default the function itself.
 
         It takes tensors from anywhere. Its results are where the device computes, and valid until its next
-        call.
+        call with these shapes.
+
+        Args:
+            function: a function of tensors.
+            by_shape: whether the shapes of its arguments alone identify a graph: the function reads nothing
+                else that differs between calls.
         """
         return function
+
+    def bind(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        """Calls a function around a single result of `compile`.
+
+        Returns:
+            Its compiled graph, and the result of this call. Calls of the graph read other tensors than their
+            arguments where this call read them, such as those of attention plans, which `plan` overwrites.
+
+        Raises:
+            ConfigurationRefused: if the function is not a single graph.
+        """
+        return function, function(*inputs)
 
     def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Returns a function that finds the largest logit of each row on the device.
@@ -279,7 +303,8 @@ class Device(abc.ABC):
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
         """Prepares a step's attention for a group, for `attend` of all its layers.
 
-        `step` is an `InPlaceInput` for in-place groups, else a `PagedInput`.
+        `step` is an `InPlaceInput` for in-place groups, else a `PagedInput`. On a device with its own
+        compiler, the next plan of the group for a step of this shape overwrites this plan's tensors.
         """
 
     @abc.abstractmethod

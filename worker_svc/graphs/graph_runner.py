@@ -17,19 +17,19 @@ from worker_svc.graphs.replay import KernelGraph, build_kernel_graph
 
 @dataclass(frozen=True)
 class DeviceGraph:
-    """A step on a device with a compiler of whole models: the model's forward is compiled code already."""
+    """A step on a device with a compiler of whole models."""
 
-    model: "RecordableModel"
-    """The model, compiled by the device."""
+    run: Callable[..., torch.Tensor]
+    """The compiled forward; see `Device.bind`."""
     num_kernels: int = 0
     """Unknown."""
     num_bytes: int = 0
     """Unknown."""
 
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
-        """Runs the step; see `KernelGraph.replay`."""
-        tokens, places, *adapters = inputs
-        return self.model.forward(tokens, places, plans, *adapters)
+        """Runs the step; see `KernelGraph.replay`. The device has written its plans where the graph reads."""
+        del plans
+        return self.run(*inputs)
 
 
 Graph = KernelGraph | InductorGraph | DeviceGraph
@@ -290,9 +290,12 @@ class GraphRunner:
         plans: Mapping[str, Any],
         *adapters: torch.Tensor,
     ) -> DeviceGraph:
+        def forward(tokens: torch.Tensor, places: torch.Tensor, *adapters: torch.Tensor) -> torch.Tensor:
+            return self._model.forward(tokens, places, plans, *adapters)
+
         started = time.perf_counter()
         try:
-            hidden = self._model.forward(tokens, places, plans, *adapters)
+            run, hidden = self._device.bind(forward, (tokens, places, *adapters))
             if self._logits is not None:
                 last = hidden.to(self._device.torch_device)[:1]
                 self._logits(last if signature.kind == "prefill" else hidden)
@@ -300,7 +303,7 @@ class GraphRunner:
             reason = getattr(error, "message", None) or f"{type(error).__name__}: {_first_line(error)}"
             raise ConfigurationRefused(f"the graph for {signature} does not compile ({reason})") from error
         self.build_times[signature] = BuildTimes(0.0, time.perf_counter() - started, 0.0)
-        return DeviceGraph(self._model)
+        return DeviceGraph(run)
 
     def finish_warm_up(self, *, made_all: bool) -> None:
         """Ends the warm-up of all graphs or none, and logs it. A graph built from now on is late."""

@@ -101,8 +101,9 @@ class VllmModel:
         self._pooling = self._prepare_pooling(pooling_task)
         self._prepare_layers(cached=self._pooling is None)
         self._whole: Callable[..., torch.Tensor] = self._step()
-        prepare = device.compile if compiled else lambda function: function
-        self._run, self._head = prepare(self._whole), prepare(self._compute_logits)
+        self._run, self._head = self._whole, self._compute_logits
+        if compiled:
+            self._run, self._head = device.compile(self._run), device.compile(self._head, by_shape=True)
         self._caches: Mapping[str, torch.Tensor] = {}
         self.description = self._describe(arguments)
         self._state_names = self._names_of_states()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.rbln.vendor_packages import FAKES
 from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, IndexUnreachable, Wheel
 from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.bound_graph import CallRecorder
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, Namespace
 from worker_svc.devices.rbln.vendor import Vendor
@@ -175,7 +176,7 @@ def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
         and isinstance(node.args[0], ast.Constant)
     }
     for tensors in (False, True):
-        vendor = Vendor(DeviceOptions(rbln_use_device_tensor=tensors))
+        vendor = Vendor(DeviceOptions(rbln_use_device_tensor=tensors), CallRecorder())
         vendor._context = object()
         assert {*vendor._compile_options(Path("folder"))} <= passed
     (taken,) = (

@@ -7,7 +7,7 @@ memory; see `operators`. Arguments and shapes follow the wheels of vllm-rbln 0.1
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -36,6 +36,7 @@ from worker_svc.devices.base import (
 from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.quantized import QuantizedProducts, QuantizedWeights
 from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.bound_graph import CallRecorder
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.operators import (
@@ -161,11 +162,16 @@ class RblnDevice(Device):
         self._positions = torch.int32 if self.namespace == TRITON else torch.int64
         self.memory = MetaMemory()
         self.backend = CheckBackend(self.memory)
-        self._vendor = Vendor(options)
+        self._calls = CallRecorder()
+        self._vendor = Vendor(options, self._calls)
         self._has_tensors = options.rbln_use_device_tensor and not self._is_check
         self._kv_memory: KvMemory | None = None
         self._code_folder: Path | None = None
         self._compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
+        # By function, shapes and types.
+        self._bound: dict[Hashable, Callable[..., torch.Tensor]] = {}
+        # Where graphs read the plans of steps: by group, field and shape.
+        self._plan_buffers: dict[Hashable, torch.Tensor] = {}
         self._scales: dict[float, torch.Tensor] = {}
         self._forms: dict[str, CallForm] = {}
 
@@ -226,18 +232,22 @@ class RblnDevice(Device):
     def use_code_folder(self, folder: Path | None) -> None:
         self._code_folder = folder
         self.backend.folder = folder
-        if folder is not None and self._compiled:
+        if folder is not None:
             # Dynamo would reuse its code for shapes that it knows, and the new folder would stay empty.
-            self._compiled.clear()
-            torch.compiler.reset()
+            self._forget_code()
 
     def release_unused(self) -> None:
         """Graphs hold the memory of their caches, so they go, too."""
         self._kv_memory = None
         self._vendor.forget_graphs()
         self.backend.graphs.clear()
+        self._plan_buffers.clear()
+        self._forget_code()
+
+    def _forget_code(self) -> None:
         if self._compiled:
             self._compiled.clear()
+            self._bound.clear()
             torch.compiler.reset()
 
     def product_name(self) -> str:
@@ -266,6 +276,18 @@ class RblnDevice(Device):
                 f"an NPU needs --max-num-batched-tokens ({chunk}) <= --block-size ({block_size}) <="
                 f" {_LARGEST_BLOCK}; change one of these flags"
             )
+
+    def _buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory from which graphs read an input of all steps."""
+        with torch.inference_mode(False):  # so that steps can write it in any mode
+            return torch.empty(shape, dtype=dtype, device="rbln" if self._has_tensors else "cpu")
+
+    def _staged(self, key: Hashable, plan: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copies a host tensor of a plan to where graphs read it."""
+        whole = key, plan.shape
+        if whole not in self._plan_buffers:
+            self._plan_buffers[whole] = self._buffer(plan.shape, dtype)
+        return self._plan_buffers[whole].copy_(plan)
 
     def check_attention(self, params: AttentionParams) -> None:
         unserved = {
@@ -332,22 +354,47 @@ class RblnDevice(Device):
     def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:
         self.kv_memory.copy(caches, 1 + self.block_dim, source, target, num_tokens)
 
-    def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def compile(
+        self, function: Callable[..., torch.Tensor], *, by_shape: bool = False
+    ) -> Callable[..., torch.Tensor]:
         """Compiles a static graph for each shape."""
-        return self._compiled_later(function, self._compiler)
+        run = self._compiled_later(function, self._compiler)
+        return self._bound_by_shape(run) if by_shape else run
 
     def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Without device tensors, logits are on the host."""
-        if self._is_check:
-            return self.compile(emit_argmax)
-        return self._compiled_later(emit_argmax, self._vendor.compile_sampler) if self._has_tensors else None
+        if not (self._is_check or self._has_tensors):
+            return None
+        compiler = self._compiler if self._is_check else self._vendor.compile_sampler
+        return self._bound_by_shape(self._compiled_later(emit_argmax, compiler))
+
+    def bind(
+        self, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., torch.Tensor], torch.Tensor]:
+        buffers = [
+            self._buffer(each.shape, each.dtype).copy_(each) if each.is_cpu else each for each in inputs
+        ]
+        return self._calls.bind(function, buffers)
+
+    def _bound_by_shape(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Returns a function that binds a graph at the first call with each shape."""
+
+        def call(*arguments: torch.Tensor) -> torch.Tensor:
+            key = run, *((each.shape, each.dtype) for each in arguments)
+            bound = self._bound.get(key)
+            if bound is not None:
+                return bound(*arguments)
+            self._bound[key], result = self.bind(run, arguments)
+            return result
+
+        return call
 
     def compile_draw(self) -> Callable[..., torch.Tensor] | None:
         """Caps `top_p`, so the least probable tokens are never drawn."""
         if not self.options.sampling_on_device:
             return None
         compiler = self._compiler if self._is_check else self._vendor.compile_sampler
-        draw = self._compiled_later(emit_top_k_top_p, compiler)
+        draw = self._bound_by_shape(self._compiled_later(emit_top_k_top_p, compiler))
 
         def capped(
             logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
@@ -391,7 +438,7 @@ class RblnDevice(Device):
         # backend.
         return torch.compile(
             function,
-            backend=functools.partial(self.backend),
+            backend=self._calls.watch(self.backend),
             dynamic=False,
             fullgraph=True,
             options={"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe},
@@ -415,29 +462,30 @@ class RblnDevice(Device):
         table = step.block_table
         rows = table.shape[0]
 
-        def placed(integers: torch.Tensor) -> torch.Tensor:
-            return self._placed(integers.to(torch.int32, copy=True))  # inputs are whole tensors
+        query_len = step.query_len if isinstance(step, InPlaceInput) else step.slot_mapping.shape[0] // rows
+        prefill = query_len > 1
+
+        def placed(field: str, integers: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return self._staged((group.group_id, query_len, field), integers, dtype)
 
         if isinstance(step, InPlaceInput):
-            prefill = step.query_len > 1
             return RblnPlan(
                 operator=self._known(f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"),
                 rows=rows,
-                query_len=step.query_len,
+                query_len=query_len,
                 is_sorted=self.sorts_rows,
-                block_tables=placed(table[0] if prefill else table),
-                cache_seq_len=placed(step.cache_seq_len),
+                block_tables=placed("block_tables", table[0] if prefill else table),
+                cache_seq_len=placed("cache_seq_len", step.cache_seq_len),
                 # The kernels skip rows that end at 0.
-                cache_offset=placed(step.cache_offset.masked_fill(table == NULL_BLOCK, 0)),
+                cache_offset=placed("cache_offset", step.cache_offset.masked_fill(table == NULL_BLOCK, 0)),
             )
-        query_len = step.slot_mapping.shape[0] // rows
         return RblnPlan(
-            operator=self._paged_operator(group, table.shape[1], prefill=query_len > 1),
+            operator=self._paged_operator(group, table.shape[1], prefill=prefill),
             rows=rows,
             query_len=query_len,
             is_sorted=self.sorts_rows,
-            block_tables=placed(table[0] if query_len > 1 else table),
-            seq_idx=self._placed(_start(step).to(self._positions)),
+            block_tables=placed("block_tables", table[0] if prefill else table),
+            seq_idx=placed("seq_idx", _start(step), self._positions),
         )
 
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
@@ -511,7 +559,7 @@ class RblnDevice(Device):
         seen = super().plan_rows(lengths, row_len, params).mask
         # Infinity would do on a host. A finite number never becomes NaN, whatever a compiler makes of it.
         hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        return RowsPlan(self._placed(hidden))
+        return RowsPlan(self._staged((params.causal, params.window), hidden, hidden.dtype))
 
     def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
         """Two matrix products and a softmax, for heads of any size.

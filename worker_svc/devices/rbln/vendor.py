@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import torch
 
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.service.logs import get_logger
+from worker_svc.devices.rbln.bound_graph import CallRecorder
 from worker_svc.devices.registry import RBLN_PACKAGES, DeviceOptions
 
 COMPILER: Final = "rebel.core.torch_compile"
@@ -41,9 +42,10 @@ _COMBINABLE = "RBLN-CA"
 class Vendor:
     """The vendor's packages as this process uses them."""
 
-    def __init__(self, options: DeviceOptions) -> None:
-        """Imports nothing yet."""
+    def __init__(self, options: DeviceOptions, calls: CallRecorder) -> None:
+        """Imports nothing yet; `calls` notes those of compiled graphs."""
         self._options = options
+        self._calls = calls
         self.runtimes: list[Any] = []
         """The runtimes of the graphs that were compiled with caches in the runtime's memory."""
         self.groups: dict[str, list[int]] = {}
@@ -153,7 +155,7 @@ class Vendor:
         self, function: Callable[..., torch.Tensor], folder: Path | None
     ) -> Callable[..., torch.Tensor]:
         """Returns a function that compiles a static graph for each new shape, with code in the folder."""
-        return _compiled(function, self._compile_options(folder))
+        return self._compiled(function, self._compile_options(folder))
 
     def compile_sampler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Returns a function on device tensors that compiles a static graph for each shape.
@@ -161,7 +163,13 @@ class Vendor:
         Like the plugin's sampler, it runs on a single NPU and keeps no code: the compiler cannot load it.
         """
         options = {"mode": self._modes(), "num_devices": 1, "model_trace_method": "export"}
-        return _compiled(function, options)
+        return self._compiled(function, options)
+
+    def _compiled(
+        self, function: Callable[..., torch.Tensor], options: dict[str, Any]
+    ) -> Callable[..., torch.Tensor]:
+        backend = self._calls.watch(importlib.import_module(COMPILER).rbln_backend)
+        return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
     def _modes(self) -> list[str]:
         modes = {"strict": self._options.compile_strict, "compile_only": self._options.compile_only}
@@ -218,20 +226,6 @@ def use_addresses(master: str) -> None:
     for name, address in zip(_ADDRESSES, found, strict=True):
         if not os.environ.get(name, "").strip():
             os.environ[name] = address
-
-
-def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    compiler = importlib.import_module(COMPILER).rbln_backend
-
-    # torch_rbln wraps backends by the name `rbln_backend`: after any exception, they run on the CPU.
-    def compiled_or_refused(
-        graph: torch.fx.GraphModule, inputs: Sequence[Any], **given: Any
-    ) -> Callable[..., Any]:
-        return compiler(graph, inputs, **given)  # type: ignore[no-any-return]
-
-    return torch.compile(
-        function, backend=compiled_or_refused, dynamic=False, fullgraph=True, options=options
-    )
 
 
 def _declare_triton_operators() -> None:

@@ -18,8 +18,10 @@ class RoundingDevice(RblnDevice):
         super().__init__(DeviceOptions(rbln_backend="rbln-check"))
         self._dtype = dtype
 
-    def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        compiled = super().compile(function)
+    def compile(
+        self, function: Callable[..., torch.Tensor], *, by_shape: bool = False
+    ) -> Callable[..., torch.Tensor]:
+        compiled = super().compile(function, by_shape=by_shape)
 
         def run(*arguments: torch.Tensor) -> torch.Tensor:
             return compiled(*(each.to(self._dtype).float() for each in arguments)).to(self._dtype).float()

@@ -123,11 +123,21 @@ def test_without_warm_up_a_late_graph_is_no_error_in_strict_mode() -> None:
 
 
 def test_a_device_with_its_own_compiler_is_counted_and_named() -> None:
-    """The device's graph is the model's forward, and a refusal by its compiler names the signature."""
-    graphs = GraphRunner(
-        TriplingModel(), RblnDevice(DeviceOptions(rbln_backend="rbln-check")), GraphOptions(level=1)
-    )
+    """The device's graph is the model's forward, which runs once. Refusals by its compiler name the graph."""
+    steps: list[object] = []
+    device = RblnDevice(DeviceOptions(rbln_backend="rbln-check"))
+
+    class Compiled(TriplingModel):
+        def forward(
+            self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
+        ) -> torch.Tensor:
+            compute = super().forward
+            steps.append(token_ids)
+            return device.compile(lambda tokens, places: compute(tokens, places, plans))(token_ids, positions)
+
+    graphs = GraphRunner(Compiled(), device, GraphOptions(level=1), logits=lambda _: steps.append("logits"))
     graphs.build(DECODE, TOKENS, POSITIONS, {})
+    assert [type(each) for each in steps] == [torch.Tensor, str]
     assert (graphs.has(DECODE), graphs.num_compiled, list(graphs.build_times)) == (True, 1, [DECODE])
     assert graphs.run(DECODE, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
 
