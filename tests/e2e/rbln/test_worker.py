@@ -1,4 +1,4 @@
-"""A worker on device rbln, with the vendor's packages, behind a scheduler."""
+"""A worker on device rbln, with the vendor's packages, and a scheduler."""
 
 import asyncio
 from dataclasses import dataclass
@@ -155,3 +155,39 @@ async def test_a_seed_is_kept_although_the_npu_draws(folders: dict[str, Path]) -
     expected, _ = await random_tokens(folders["llama"])
     assert seeded == expected
     assert len(seeded.tokens) == len(drawn.tokens) == NUM_TOKENS
+
+
+async def test_a_step_that_fails_on_the_npu_runs_again_there(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A failed chunk or decode step changes no answer and no cached block; neither runs on the host."""
+    fault, log = tmp_path / "fault", tmp_path / "log"
+    settings = Settings(max_num_seqs=2, max_model_len=512, num_blocks=17, block_size=1024)
+    request = generate_request(PROMPT, max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
+    flags = ("--dtype", "float32", "--no-compile-cache")
+    variables = {"FAKE_REBEL_FAULT": str(fault)}
+    async with run_scheduler(settings) as scheduler:
+        with (
+            log.open("w") as file,
+            running_worker(folders["llama"], scheduler.port, *flags, variables=variables, log=file),
+        ):
+            assert await scheduler.serving.get()
+            expected = by_sequence(await collect(scheduler.inference.Generate(request)), 0)
+            fault.touch()
+            assert by_sequence(await collect(scheduler.inference.Generate(request)), 0) == expected
+            assert log.read_text().count('"event": "step_failed"') == 1
+            events: list[inference_pb2.GenerateEvent] = []
+            async for event in scheduler.inference.Generate(request):
+                if not any(each.token_ids for each in events) and event.token_ids:
+                    fault.touch()
+                events.append(event)
+            retried = by_sequence(events, 0)
+            assert retried.tokens == expected.tokens
+            # Tokens that decode steps had computed were computed again in a chunk.
+            assert retried.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            assert log.read_text().count('"event": "step_failed"') == 2
+            events = await collect(scheduler.inference.Generate(request))
+            assert by_sequence(events, 0) == expected
+            cached = [event.prompt.num_cached_tokens for event in events if event.HasField("prompt")]
+            assert cached == [2 * CHUNK]
+    assert "Fallback to CPU" not in log.read_text()

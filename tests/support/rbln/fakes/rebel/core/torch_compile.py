@@ -1,8 +1,10 @@
 """The fake compiler's backend for `torch.compile`: takes whole static graphs and runs them on this host."""
 
+import contextlib
 import copy
 import ctypes
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,14 @@ class Runtime:
 
     @torch.no_grad()
     def run(self, *inputs: Any) -> Sequence[torch.Tensor]:
-        """Runs the graph. Without an NPU, outputs are what memory holds."""
+        """Runs the graph. Without an NPU, outputs are what memory holds.
+
+        Raises:
+            RuntimeError: if there is a file `FAKE_REBEL_FAULT`, which is removed.
+        """
+        with contextlib.suppress(KeyError, FileNotFoundError):
+            Path(os.environ["FAKE_REBEL_FAULT"]).unlink()
+            raise RuntimeError("rebel: the NPU does not answer")
         results = self._graph(*map(self._resolve, inputs))
         device = "rbln" if self.on_device else "cpu"
         if self._outputs is None or not self._static_output:
