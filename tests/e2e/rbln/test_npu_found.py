@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.rbln.vendor_packages import environment
 
@@ -96,4 +98,20 @@ def test_output_of_the_vendor_is_no_output_of_a_command() -> None:
     done = run("-m", "deploy.cli", "doctor", "--device", "rbln", "--json", TORCH_RBLN_LOG_LEVEL="DEBUG")
     assert done.returncode == 0, done.stderr
     assert {check["name"] for check in json.loads(done.stdout)["checks"]} >= {"attention", "precision"}
+    assert "][I] " in done.stderr
+
+
+@pytest.mark.slow
+def test_output_of_the_vendor_is_no_output_of_triptych_compile(tmp_path: Path) -> None:
+    """Progress and the result are on standard output, the vendor's and our log lines on standard error."""
+    model = tiny_models.write("llama", tmp_path / "model")
+    done = run(
+        "-m", "deploy.cli", "compile", "--model", str(model), "--device", "rbln", "--max-num-seqs", "1",
+        "--max-model-len", "128", "--kv-memory", "0.05", "--compile-cache-dir", str(tmp_path / "code"),
+        TORCH_RBLN_LOG_LEVEL="DEBUG",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *progress, result = done.stdout.splitlines()
+    assert {line.split(" ")[0] for line in progress} == {"load", "allocate", "compile", "warm"}
+    assert "pieces compiled" in result
     assert "][I] " in done.stderr
