@@ -86,7 +86,7 @@ class Format:
     """How a family of models writes calls.
 
     In the order of an answer: ``opening``, ``begin``, the call, ``end``, ``separator``, ``begin``, a call,
-    ``end``, ``closing``.
+    ``end``, ``closing``. In any text, ``{0}`` and ``{1}`` are the number of the call, counted from there.
     """
 
     call: CallForm
@@ -110,6 +110,8 @@ class Format:
     """Other texts in place of ``opening``, for reading."""
     also_closing: tuple[str, ...] = ()
     """Other texts in place of ``closing``, for reading."""
+    also_call: CallForm | None = None
+    """Another form of a call, for reading."""
     ids: CallIds = "call"
     """Form of ids: OpenAI's, nine letters and digits (Mistral's templates accept no other), or
     ``functions.NAME:N`` (Kimi's)."""
@@ -230,7 +232,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
         ),
         "kimi_k3": Format(
             Tagged(
-                name_end='" index="1"<|sep|>',
+                name_end='" index="{1}"<|sep|>',
                 key='<|open|>argument key="',
                 key_end='" type="string"<|sep|>',
                 json_key_ends=tuple(
@@ -253,7 +255,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
         "granite": _json_list("<|tool_call|>"),
         "phi4_mini": _json_list("functools"),
         "cohere": Format(
-            JsonObject("tool_name", ("parameters",), first='"tool_call_id": "0", '),
+            JsonObject("tool_name", ("parameters",), first='"tool_call_id": "{0}", '),
             opening="<|START_ACTION|>",
             closing="<|END_ACTION|>",
             separator=", ",
@@ -280,9 +282,14 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             also=("<|python_tag|>",),
         ),
         "mistral": Format(
-            JsonObject(), opening="[TOOL_CALLS]", separator=", ", listed=True, ids="short"
+            JsonObject(),
+            opening="[TOOL_CALLS]",
+            separator=", ",
+            listed=True,
+            also_call=NamedJson("[ARGS]", id_mark="[CALL_ID]"),
+            ids="short",
         ),
-        "mistral_v11": Format(NamedJson(), begin="[TOOL_CALLS]", ids="short"),
+        "mistral_v11": Format(NamedJson("", id_mark="[CALL_ID]"), begin="[TOOL_CALLS]", ids="short"),
         "mistral_v13": Format(NamedJson("[ARGS]", id_mark="[CALL_ID]"), begin="[TOOL_CALLS]", ids="short"),
         "pythonic": Format(
             Python(),
