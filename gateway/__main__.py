@@ -129,7 +129,6 @@ def allow_files(count: int) -> None:
 
 def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
     """Builds the gateway's server, which listens nowhere yet."""
-    vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
     vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     security, tls = settings.link_security(), ServerTls.from_settings(settings)
     client = InferenceClient(

@@ -199,7 +199,7 @@ def _cross_origin(settings: Settings) -> dict[str, Any]:
 
 def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
     """Returns the last step of preparing a tokenizer."""
-    if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser):
+    if vllm_parsers.uses_vllm(settings.reasoning_parser):
         return vllm_parsers.prepare
     return lambda _: None
 

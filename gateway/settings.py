@@ -4,25 +4,24 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from gateway.parsers.formats import ALIASES, FORMATS
 from protos.limits import MAX_LOGPROBS
 from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import Group, MayBeEmpty, ServiceSettings
 
-ToolFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "mistral_v11", "mistral_v13", "pythonic"]
-"""A format of tool calls; ``gateway.tools.formats.FORMATS`` has its parser and its grammar."""
-
-TOOL_FORMATS: Final[tuple[ToolFormat, ...]] = get_args(ToolFormat)
+TOOL_FORMATS: Final = (*FORMATS, *ALIASES)
+"""Names of formats of tool calls."""
 
 REASONING_FORMATS: Final = ("qwen3", "deepseek_r1")
 """Ways in which models mark their thinking."""
 
 VLLM_PREFIX: Final = "vllm:"
-"""Begins a setting that names a parser of an installed vLLM instead."""
+"""Begins the name of a parser of an installed vLLM."""
 
 
 class SecuritySettings(ServiceSettings):
@@ -368,8 +367,8 @@ class Settings(CallSecuritySettings, SecuritySettings):
     )
     tool_call_parser: str = Field(
         "auto",
-        description="How the model writes tool calls: auto (as its chat template shows), none, "
-        f"{', '.join(TOOL_FORMATS)}, or vllm:NAME for a parser of an installed vLLM.",
+        description="How the model writes tool calls: auto (as its chat template shows), none, or "
+        f"{', '.join(TOOL_FORMATS)}. vllm:NAME means NAME.",
     )
     reasoning_parser: str = Field(
         "auto",
@@ -407,12 +406,19 @@ class Settings(CallSecuritySettings, SecuritySettings):
             raise ValueError("--reuse-port shares a port, and --uds has none; omit one of them")
         return self
 
-    @field_validator("tool_call_parser", "reasoning_parser")
+    @field_validator("tool_call_parser")
     @classmethod
-    def _is_parser(cls, value: str, info: ValidationInfo) -> str:
-        own = TOOL_FORMATS if info.field_name == "tool_call_parser" else REASONING_FORMATS
-        if value not in ("auto", "none", *own) and not _VLLM_PARSER.fullmatch(value):
-            raise ValueError(f"must be auto, none, {', '.join(own)} or vllm:NAME")
+    def _is_tool_format(cls, value: str) -> str:
+        name = value.removeprefix(VLLM_PREFIX)
+        if name not in ("auto", "none", *TOOL_FORMATS):
+            raise ValueError(f"must be auto, none or one of {', '.join(TOOL_FORMATS)}")
+        return ALIASES.get(name, name)
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _is_reasoning_format(cls, value: str) -> str:
+        if value not in ("auto", "none", *REASONING_FORMATS) and not _VLLM_PARSER.fullmatch(value):
+            raise ValueError(f"must be auto, none, {', '.join(REASONING_FORMATS)} or vllm:NAME")
         return value
 
     @field_validator("scheduler_address")

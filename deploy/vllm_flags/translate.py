@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any, Final, Literal
 
 from deploy.launcher.settings import LaunchSettings
-from gateway.settings import REASONING_FORMATS, TOOL_FORMATS, VLLM_PREFIX
+from gateway.settings import REASONING_FORMATS, VLLM_PREFIX
 from protos.errors import ConfigurationRefused
 from worker_svc.vllm_settings import literal
 
@@ -184,7 +184,6 @@ _READ: Final[Mapping[str, Callable[[str, str], list[str]]]] = {
     "count": lambda ours, text: [f"{ours}={number(text)}"],
     "GiB": lambda ours, text: [f"{ours}={number(text) / 2**30:.6g}"],
     "lower": lambda ours, text: [f"{ours}={text.lower()}"],
-    "tool_parser": _parser("tool-parsers", TOOL_FORMATS),
     "reasoning_parser": _parser("reasoning-parsers", REASONING_FORMATS),
     "optimization_level": _optimization_level,
     "compilation_config": _compilation_config,

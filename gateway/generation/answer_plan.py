@@ -6,7 +6,19 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from gateway.generation.sequence_text import Delta, TokenReport
-from gateway.parsers.events import CallRevoked, CallStart, Event, Reasoning, Text, ToolParser, merged
+from gateway.parsers.events import (
+    CallRevoked,
+    CallStart,
+    Event,
+    Reasoning,
+    Text,
+    ToolParser,
+    call_id,
+    merged,
+)
+from gateway.parsers.formats import FORMATS, LIST, Format
+from gateway.parsers.machine import CallParser
+from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
@@ -14,14 +26,13 @@ from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
 from gateway.settings import VLLM_PREFIX, Settings
 from gateway.tools import vllm_parsers
 from gateway.tools.formats import (
-    FORMATS,
-    LIST,
+    LIST_SHAPE,
+    SHAPES,
+    ArgumentsAlone,
     Callee,
-    Format,
     Shape,
     Tag,
     behind_thinking,
-    named,
     place_constraint,
     structural,
 )
@@ -254,7 +265,8 @@ class _ThinkingPlan(NamedTuple):
 class _CallPlan(NamedTuple):
     """How calls are read, and their constraint."""
 
-    form: Format
+    form: Format | str
+    """Their format, or the name of the only tool, whose arguments alone are the answer."""
     constraint: pb.StructuredOutput | None = None
     param: str = ""
     """The request's parameter that set the constraint."""
@@ -282,20 +294,20 @@ def plan_answer(
             markers=thinking.markers,
             show_thinking=body.include_reasoning,
         )
-    form = _format(settings, served, body.tools)
+    name = served.text.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
     calls = (
-        _plan_optional(form, served, body, thinking, asked)
+        _plan_optional(name, served, body, thinking, asked)
         if choice == "auto"
-        else _plan_required(form, body, thinking)
+        else _plan_required(name, body, thinking)
     )
-    make, names = calls.form.make, frozenset(tool.function.name for tool in body.tools)
-    markers = calls.form.markers
+    called, tools = calls.form, {tool.function.name: tool.function.parameters for tool in body.tools}
+    markers: frozenset[str] = frozenset() if isinstance(called, str) else frozenset(called.texts())
     return AnswerPlan(
         thinking.parser,
-        lambda: make(names),
+        lambda: NamedToolParser(call_id, called) if isinstance(called, str) else CallParser(called, tools),
         calls.constraint,
         calls.param,
-        None if thinking.markers is None or markers is None else thinking.markers | markers,
+        None if thinking.markers is None else thinking.markers | markers,
         one_call=not body.parallel_tool_calls or isinstance(choice, NamedChoice),
         named=isinstance(choice, NamedChoice),
         show_thinking=body.include_reasoning,
@@ -330,16 +342,6 @@ def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, para
     return behind_thinking(at, tag, marks)
 
 
-def _format(settings: Settings, served: ServedModel, tools: Sequence[Tool]) -> Format | None:
-    name = settings.tool_call_parser
-    if name.startswith(VLLM_PREFIX):
-        make = vllm_parsers.tool_parsers(name, served.text, [tool.for_template() for tool in tools])
-        return Format(lambda _: make(), None)
-    if name == "auto":
-        return FORMATS[served.text.tool_format] if served.text.tool_format else None
-    return FORMATS.get(name)
-
-
 def _callee(tool: Tool, *, strict: bool) -> Callee:
     # A tool that is not strict may get any object, unless it takes nothing.
     if tool.function.has_no_parameters:
@@ -347,7 +349,7 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
     return Callee(tool.function.name, (tool.function.parameters or {}) if strict else _ANY_OBJECT)
 
 
-def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
+def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
     """Plans an answer of calls alone: of any tool, or a single call of the named tool.
 
     A response format is for the answer's content, of which there is none. Agents send both with every turn.
@@ -359,27 +361,31 @@ def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _
             param=body.constraint_param,
         )
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
-    if form is None or form.shape is None:
-        form = LIST if name is None else named(name)
-    assert form.shape is not None
+    shape: Shape | ArgumentsAlone
+    if form in SHAPES:
+        called, shape = FORMATS[form], SHAPES[form]
+    elif name is None:
+        called, shape = LIST, LIST_SHAPE
+    else:
+        called, shape = name, ArgumentsAlone()
     callees = [
         _callee(tool, strict=tool.function.strict is not False)
         for tool in body.tools
         if name in (None, tool.function.name)
     ]
-    calls = form.shape.required(callees, parallel=body.parallel_tool_calls and name is None)
-    return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+    calls = shape.required(callees, parallel=body.parallel_tool_calls and name is None)
+    return _CallPlan(called, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
 
 
 def _plan_optional(
-    form: Format | None,
+    form: str | None,
     served: ServedModel,
     body: ChatCompletionRequest,
     thinking: _ThinkingPlan,
     asked: pb.StructuredOutput | None,
 ) -> _CallPlan:
     """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
-    if form is None:
+    if form not in FORMATS:
         raise Unsupported(
             f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does"
             ' not show how it writes calls; send tool_choice "required" or a function\'s name, or start the'
@@ -388,20 +394,20 @@ def _plan_optional(
         )
     strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
     if asked is None and not strict:
-        return _CallPlan(form)
-    if not isinstance(form.shape, Shape):
+        return _CallPlan(FORMATS[form])
+    if form not in SHAPES:
         raise _without_grammar(body.constraint_param if asked is not None else None, strict)
     callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in body.tools]
     if asked is None:
-        calls = form.shape.optional(callees, parallel=body.parallel_tool_calls)
-        return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+        calls = SHAPES[form].optional(callees, parallel=body.parallel_tool_calls)
+        return _CallPlan(FORMATS[form], structural(thinking.behind(calls, _TOOLS)), _TOOLS)
     param = body.constraint_param
-    required = form.shape.required(callees, parallel=body.parallel_tool_calls)
+    required = SHAPES[form].required(callees, parallel=body.parallel_tool_calls)
 
     def place(answer: Tag) -> Tag:
         return thinking.behind({"type": "or", "elements": [required, answer]}, param)
 
-    return _CallPlan(form, place_constraint(asked, place, param), param)
+    return _CallPlan(FORMATS[form], place_constraint(asked, place, param), param)
 
 
 def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:

@@ -1,6 +1,6 @@
-"""Parsers of thinking and tool calls in streamed text, a file per format.
+"""Parsers of thinking and tool calls in streamed text.
 
-``events`` defines their events and interface, ``parser_base`` their common state machine. ``json_scan`` reads
-a JSON value, ``json_call`` calls that are JSON objects. Tools and answers import this room; it imports
-nothing of the gateway.
+``events`` defines their events and interface, ``formats`` the formats of calls as data, ``machine`` the
+parser that reads an entry, with a reader for each form of a call (``json_call``, ``named_call``,
+``tagged_call``, ``python_call``). Tools and answers import this room; it imports nothing of the gateway.
 """

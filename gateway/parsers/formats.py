@@ -31,8 +31,10 @@ class NamedJson:
     """Between the name, or the id, and the arguments; may be missing."""
     id_mark: str = ""
     """Between the name and an id that the model may write."""
+    prefix: str = ""
+    """Before the name; may be missing."""
     id_is_number: bool = False
-    """Whether the id is a number that the name belongs to, as in ``functions.f:0``; else letters and digits."""
+    """Whether the id is a number to which the name belongs, as in ``functions.f:0``; else a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +204,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             separator="\n",
         ),
         "glm47": Format(
-            Tagged(
-                name_end="", key="<arg_key>", key_end="</arg_key><arg_value>", value_end="</arg_value>"
-            ),
+            Tagged(name_end="", key="<arg_key>", key_end="</arg_key><arg_value>", value_end="</arg_value>"),
             begin="<tool_call>",
             end="</tool_call>",
         ),
@@ -223,9 +223,9 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             closing="]<]minimax[>[</tool_call>",
         ),
         "kimi_k2": Format(
-            NamedJson("<|tool_call_argument_begin|>", id_mark=":", id_is_number=True),
+            NamedJson("<|tool_call_argument_begin|>", id_mark=":", prefix="functions.", id_is_number=True),
             opening="<|tool_calls_section_begin|>",
-            begin="<|tool_call_begin|>functions.",
+            begin="<|tool_call_begin|>",
             end="<|tool_call_end|>",
             closing="<|tool_calls_section_end|>",
             ids="indexed",
@@ -289,7 +289,9 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             also_call=NamedJson("[ARGS]", id_mark="[CALL_ID]"),
             ids="short",
         ),
-        "mistral_v11": Format(NamedJson("", id_mark="[CALL_ID]"), begin="[TOOL_CALLS]", ids="short"),
+        "mistral_v11": Format(
+            NamedJson(), begin="[TOOL_CALLS]", also_call=NamedJson("[ARGS]", id_mark="[CALL_ID]"), ids="short"
+        ),
         "mistral_v13": Format(NamedJson("[ARGS]", id_mark="[CALL_ID]"), begin="[TOOL_CALLS]", ids="short"),
         "pythonic": Format(
             Python(),
@@ -338,3 +340,8 @@ ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Other names of the same formats."""
+
+LIST: Final = Format(
+    JsonObject(arguments=("parameters", "arguments")), separator=", ", listed=True, bare=True
+)
+"""A JSON list that is the whole answer, as in vLLM: for models without a format of their own."""

@@ -1,70 +1,63 @@
-"""Calls that are JSON objects: one call, and the parsers of sequences of them."""
+"""Calls written as JSON objects."""
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from typing import Final
 
-from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text
+from gateway.parsers.call_reader import CallReader
+from gateway.parsers.events import CallArguments, CallCounter, Event
+from gateway.parsers.formats import JsonObject
 from gateway.parsers.json_scan import ValueScanner, is_object, skip_blanks
-from gateway.parsers.parser_base import ParserBase, State
+from gateway.parsers.values import Schema
 
 # Longest member key or function name; anything longer is not a call and need not be held back.
 _MAX_NAME: Final = 512
 
 
-class JsonCall:
-    """Reads a call as it arrives. Its arguments are emitted exactly as written.
+class JsonCall(CallReader):
+    """Reads a call. Its arguments are emitted exactly as written.
 
     Members may come in any order; arguments before the name are held back until the name is known. Some
     models write the arguments as a string with the object inside, whose contents are then emitted at once.
+    Without arguments, if a known tool is named, or with ``null``, they are empty.
     """
-
-    done: bool
-    """The object is complete, and it is a call."""
-    failed: bool
-    """The object is not a call; see :meth:`give_up`."""
 
     def __init__(
         self,
+        form: JsonObject,
         counter: CallCounter,
         *,
-        arguments: Collection[str],
-        others: Collection[str] | None = None,
-        accept: Callable[[str], bool] = bool,
-        before: str = "",
+        schema: Callable[[str], Schema],
+        accept: Callable[[str], bool],
+        before: str,
+        others: bool = True,
+        known: Container[str] = (),
     ) -> None:
-        """Waits for the object.
+        """Waits for the object; see :class:`CallReader`.
 
         Args:
+            form: how the call is written.
             counter: numbers the call.
-            arguments: accepted names of the member with the arguments.
-            others: names of further members to skip; ``None``: any.
+            schema: returns the schema of a tool's arguments, by name.
             accept: whether a function name belongs to a tool.
-            before: text of the call before the object; returned as content without a call.
+            before: text of the call before the object.
+            others: whether any other members are skipped; else ``type`` alone.
+            known: names of tools whose arguments may be missing.
         """
-        self.done = False
-        self.failed = False
-        self._counter = counter
-        self._arguments = arguments
+        super().__init__(counter, lambda _: False, schema=schema, accept=accept, before=before)
+        self._form = form
         self._others = others
-        self._accept = accept
-        self._source = [before]
+        self._known = known
         self._step: Callable[[str, int, list[Event]], int] = self._open
         self._scanner = ValueScanner()
         self._key = ""
         # Text of the current key or name.
         self._text = ""
-        self._start: CallStart | None = None
         self._name = ""
         self._held: list[str] = []
-        # Pieces of arguments that are written as a string.
+        # Pieces of arguments that are written as a string, or as null.
         self._quoted: list[str] = []
         self._has_arguments = False
-
-    @property
-    def announced(self) -> bool:
-        """Whether the name and the beginning of the arguments have been emitted."""
-        return self._start is not None
 
     def feed(self, text: str, out: list[Event]) -> str:
         """Reads on; returns the rest of ``text`` if the object has ended or failed, else an empty string."""
@@ -73,16 +66,6 @@ class JsonCall:
             at = self._step(text, at, out)
         self._source.append(text[:at])
         return text[at:]
-
-    def give_up(self, out: list[Event]) -> None:
-        """Emits the text of a failed call as content, or revokes the call if it was announced."""
-        source = "".join(self._source)
-        out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
-
-    def finish(self, out: list[Event]) -> None:
-        """Handles the end of the text: an announced call stays, anything less becomes content."""
-        if self._start is None:
-            self.give_up(out)
 
     def _open(self, text: str, at: int, _: list[Event]) -> int:
         at = skip_blanks(text, at)
@@ -110,11 +93,11 @@ class JsonCall:
         return end
 
     def _expected(self, key: str) -> bool:
-        if key == "name":
+        if key == self._form.name:
             return not self._name
-        if key in self._arguments:
+        if key in self._form.arguments:
             return not self._has_arguments
-        return self._others is None or key in self._others
+        return self._others or key == "type"
 
     def _colon(self, text: str, at: int, _: list[Event]) -> int:
         at = skip_blanks(text, at)
@@ -129,10 +112,10 @@ class JsonCall:
         if at == len(text):
             return at
         self._scanner, self._text = ValueScanner(), ""
-        if self._key == "name":
+        if self._key == self._form.name:
             self.failed, self._step = text[at] != '"', self._in_name
-        elif self._key in self._arguments:
-            if text[at] == '"':
+        elif self._key in self._form.arguments:
+            if text[at] in '"n':
                 self._quoted, self._step = [], self._in_quoted
                 return at
             self.failed, self._step = text[at] != "{", self._in_arguments
@@ -159,9 +142,8 @@ class JsonCall:
     def _begin(self, out: list[Event]) -> None:
         """Announces the call once its name and the beginning of its arguments are known."""
         if self._name:
-            self._start = self._counter.start(self._name)
-            out.append(self._start)
-            out.append(CallArguments(self._start.number, "".join(self._held)))
+            self._announce(self._name, out)
+            self._emit("".join(self._held), out)
 
     def _in_arguments(self, text: str, at: int, out: list[Event]) -> int:
         end = self._scanner.feed(text, at)
@@ -173,7 +155,7 @@ class JsonCall:
         return end
 
     def _in_quoted(self, text: str, at: int, out: list[Event]) -> int:
-        """Reads arguments written as a string that contains JSON.
+        """Reads arguments written as ``null``, or as a string that contains JSON.
 
         They are emitted whole: only the end shows whether they are an object.
         """
@@ -181,7 +163,8 @@ class JsonCall:
         self._quoted.append(text[at:end])
         self._end_value()
         if self._scanner.done and not self.failed:
-            arguments = json.loads("".join(self._quoted))
+            written = json.loads("".join(self._quoted))
+            arguments = "{}" if written is None else written
             self.failed = not is_object(arguments)
             if not self.failed:
                 self._has_arguments = True
@@ -199,123 +182,18 @@ class JsonCall:
         if self._scanner.done:
             self._step = self._after
 
-    def _after(self, text: str, at: int, _: list[Event]) -> int:
+    def _after(self, text: str, at: int, out: list[Event]) -> int:
         at = skip_blanks(text, at)
         if at == len(text):
             return at
         if text[at] == ",":
             self._step = self._next_key
-        elif text[at] == "}" and self._start is not None:
+        elif text[at] == "}" and (self._start or (self._name in self._known and not self._has_arguments)):
+            if self._start is None:
+                self._held = ["{}"]
+                self._begin(out)
             self.done = True
         else:
             self.failed = True
             return at
         return at + 1
-
-
-ARGUMENTS: Final = ("arguments", "parameters")
-
-
-class JsonCallParser(ParserBase):
-    """Reads calls; subclasses find where they begin.
-
-    A call that fails before its announcement is content, and other calls may follow. A call that fails later
-    is revoked, and everything after it is content: a client cannot be corrected.
-    """
-
-    def __init__(
-        self, new_id: Callable[[], str], state: State, *, text: State, after: State, end: str = ""
-    ) -> None:
-        """Waits for a call.
-
-        Args:
-            new_id: makes ids of calls.
-            state: the first state.
-            text: the state after text that turned out not to be a call.
-            after: the state after a call. Text set aside at the end was only a separator.
-            end: the marker that may close a call; a part of it at the end of the text is not content.
-        """
-        super().__init__(state)
-        self._counter = CallCounter(new_id)
-        self._call: JsonCall | None = None
-        self._states = (text, after)
-        self._end_marker = end
-
-    def _open(
-        self,
-        before: str,
-        *,
-        arguments: Collection[str] = ARGUMENTS,
-        others: Collection[str] | None = None,
-        accept: Callable[[str], bool] = bool,
-    ) -> None:
-        """Begins a call after ``before``; see :class:`JsonCall` for the arguments."""
-        self._call = JsonCall(self._counter, arguments=arguments, others=others, accept=accept, before=before)
-        self._state = self._in_call
-
-    def _in_call(self, out: list[Event]) -> bool:
-        call = self._call
-        assert call is not None
-        self._rest = call.feed(self._rest, out)
-        if not call.failed and not call.done:
-            return False
-        text, after = self._states
-        if call.failed:
-            call.give_up(out)
-            after = self._content if call.announced else text
-        self._call, self._state = None, after
-        return True
-
-    def _content(self, out: list[Event]) -> bool:
-        """The last state: all further text is content."""
-        out.append(Text(self._rest))
-        self._rest = ""
-        return False
-
-    def _end(self, out: list[Event]) -> None:
-        if self._call is not None:
-            self._call.finish(out)
-        elif self._state != self._states[1] or not self._end_marker.startswith(self._rest):
-            super()._end(out)
-
-
-class JsonListParser(JsonCallParser):
-    """Reads lists of calls; subclasses find where a list begins."""
-
-    def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
-        """Waits for a list; ``text`` is the state after it."""
-        super().__init__(new_id, state, text=text, after=self._behind_item)
-        self._behind_list = text
-
-    def _behind_item(self, _: list[Event]) -> bool:
-        if not self._skip():
-            return False
-        match self._rest[0]:
-            case ",":
-                self._pass(1)
-                self._open(self._passed())
-            case "]":
-                self._passed()
-                self._rest, self._state = self._rest[1:], self._behind_list
-            case _:
-                self._back()
-                self._state = self._behind_list
-        return True
-
-
-class PlainListParser(JsonListParser):
-    """Reads a list that is the whole answer; implements :class:`gateway.parsers.events.ToolParser`."""
-
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        super().__init__(new_id, self._begin, text=self._content)
-
-    def _begin(self, _: list[Event]) -> bool:
-        if not self._skip():
-            return False
-        if self._rest[0] == "[":
-            self._pass(1)
-            self._open(self._passed())
-        else:
-            self._back()
-            self._state = self._content
-        return True

@@ -33,6 +33,13 @@ def is_object(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
+def is_value(text: str) -> bool:
+    """Whether ``text`` is exactly a JSON value."""
+    scanner = ValueScanner()
+    # A number ends only with the character after it.
+    return bool(text) and scanner.feed(text + " ") == len(text) and scanner.done
+
+
 class ValueScanner:
     """Follows a JSON value (RFC 8259, strictly)."""
 

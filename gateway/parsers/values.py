@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gateway.parsers.json_scan import ValueScanner
+from gateway.parsers.json_scan import is_value
 
 Schema = Mapping[str, Any] | bool | None
 """A JSON schema; ``None``: none is known."""
@@ -53,8 +53,8 @@ def _parts(schema: Mapping[str, Any], root: Schema) -> list[Schema]:
 def _target(reference: str, root: Schema) -> Schema:
     target: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(step) if isinstance(target, Mapping) else None
+        key = step.replace("~1", "/").replace("~0", "~")
+        target = target.get(key) if isinstance(target, Mapping) else None
     return target if isinstance(target, Mapping | bool) else None
 
 
@@ -107,8 +107,8 @@ def _type_of(value: Any) -> str:
 def as_json(text: str, allowed: frozenset[str]) -> str:
     """Returns the JSON of a value written as plain text.
 
-    Other types go before text, as in vLLM: with ``string`` and ``integer`` allowed, ``5`` is a number. A value
-    of none of the allowed types is text.
+    Other types go before text, as in vLLM: with ``string`` and ``integer`` allowed, ``5`` is a number. A
+    value of none of the allowed types is text.
 
     Args:
         text: the value; line breaks of the format are removed.
@@ -135,7 +135,7 @@ def quoted(text: str) -> str:
 
 def _number(word: str, allowed: frozenset[str]) -> str | None:
     """Returns a number as it is written, but an integer without a fraction of zeros."""
-    if not _is_json(word) or word[0] not in "-0123456789":
+    if not is_value(word) or word[0] not in "-0123456789":
         return None
     if "number" in allowed or word.lstrip("-").isdigit():
         return word
@@ -145,15 +145,9 @@ def _number(word: str, allowed: frozenset[str]) -> str | None:
 
 def _container(word: str) -> str | None:
     """Returns an object or array: JSON as it is written, or a Python literal as some templates show it."""
-    if _is_json(word):
+    if is_value(word):
         return word
     try:
         return json.dumps(ast.literal_eval(word), ensure_ascii=False, allow_nan=False).encode().decode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
-
-
-def _is_json(word: str) -> bool:
-    scanner = ValueScanner()
-    # A number ends only with the character after it.
-    return bool(word) and scanner.feed(word + " ") >= len(word) and scanner.done

@@ -19,7 +19,6 @@ import jinja2.parser
 import jinja2.sandbox
 
 from gateway.schemas.base import clip
-from gateway.settings import ToolFormat
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from protos.errors import ConfigurationRefused, InvalidArgument
 
@@ -319,7 +318,7 @@ _THINKING_END: Final = "</think>"
 
 # How each format writes the probe's call. Patterns include the text in front of a call, because formats share
 # their JSON and differ in their markers.
-_PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
+_PATTERNS: Final[list[tuple[str, re.Pattern[str]]]] = [
     ("hermes", re.compile(r'<tool_call>\s*\{"name": ?"probe_function", ?"arguments": ?\{"probe')),
     ("mistral_v13", re.compile(r"\[TOOL_CALLS\] ?probe_function(?:\[CALL_ID\]probe0000)?\[ARGS\] ?\{")),
     ("mistral_v11", re.compile(r"\[TOOL_CALLS\] ?probe_function ?\{")),
@@ -340,7 +339,7 @@ _PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
 ]
 
 
-def tool_format(template: ChatTemplate | None) -> ToolFormat | None:
+def tool_format(template: ChatTemplate | None) -> str | None:
     """Returns the format in which ``template`` writes tool calls; ``None`` if it shows no known format."""
     if template is None or not template.knows_tools:
         return None

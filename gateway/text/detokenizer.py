@@ -182,6 +182,16 @@ class DetokenizerFactory:
         # Keyed by the special tokens that are skipped: a handful of sets, because each format has its
         # markers.
         self._tables: dict[frozenset[int], _TokenBytes] = {}
+        self._skipped: dict[frozenset[str], frozenset[int]] = {}
+
+    def _without(self, shown: frozenset[str]) -> frozenset[int]:
+        """Returns the special tokens in none of the texts."""
+        skipped = self._skipped.get(shown)
+        if skipped is None:
+            special = self._special.items()
+            skipped = frozenset(i for content, i in special if not any(content in text for text in shown))
+            self._skipped[shown] = skipped
+        return skipped
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for, special tokens included; may be part of a character."""
@@ -208,14 +218,12 @@ class DetokenizerFactory:
 
         Args:
             skip_special_tokens: omit special tokens.
-            shown: special tokens to keep.
+            shown: texts whose special tokens are kept; few different sets.
             spaces_between_special_tokens: whether a tokenizer with spaces between tokens also writes them
                 between added tokens.
             prompt: the preceding tokens; the last few are enough.
         """
-        skipped = frozenset[int]()
-        if skip_special_tokens:
-            skipped = frozenset(i for content, i in self._special.items() if content not in shown)
+        skipped = self._without(shown) if skip_special_tokens else frozenset[int]()
         if self._rule is not None:
             return BytewiseDetokenizer(self._table(skipped, self._rule))
 

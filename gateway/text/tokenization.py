@@ -16,7 +16,6 @@ import jinja2
 from tokenizers import Encoding, Tokenizer
 
 from gateway.schemas.base import clip
-from gateway.settings import ToolFormat
 from gateway.text.chat_template import ChatTemplate, thinks, tool_format
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from gateway.text.detokenizer import DetokenizerFactory
@@ -117,7 +116,7 @@ class TextCodec:
     """The template, or ``None`` if the model has none."""
     tool_template: ChatTemplate | None
     """The template for conversations with tools; usually the same."""
-    tool_format: ToolFormat | None
+    tool_format: str | None
     """How the model writes tool calls; ``None`` if its template does not show a known format."""
     pair_template: ChatTemplate | None
     """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""

@@ -1,4 +1,4 @@
-"""Parsers of an installed vLLM, by name: ``--tool-call-parser vllm:NAME``, ``--reasoning-parser vllm:NAME``.
+"""Parsers of thinking of an installed vLLM, by name: ``--reasoning-parser vllm:NAME``.
 
 This is the only place outside the worker that imports vLLM, and only if a setting asks for it: other gateways
 stay free of vLLM and torch. vLLM's parsers also need token ids; they get those of each piece of text, which
@@ -7,10 +7,10 @@ contain the same markers.
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, ToolParser, call_id
+from gateway.parsers.events import Event, Reasoning, Text
 from gateway.parsers.reasoning import Marks, Thinking
 from gateway.settings import VLLM_PREFIX
 from gateway.text.tokenization import TextCodec
@@ -33,7 +33,7 @@ def check(setting: str, value: str) -> None:
             f"{setting} {value}: vLLM is not installed in the gateway's environment; install it there or"
             " choose one of the gateway's own parsers"
         )
-    manager = _manager(setting)
+    manager = _manager()
     known = manager.list_registered()
     if name not in known:
         raise ConfigurationRefused(
@@ -50,15 +50,11 @@ def check(setting: str, value: str) -> None:
 
 def _class(manager: Any, value: str) -> Any:
     name = value.removeprefix(VLLM_PREFIX)
-    if hasattr(manager, "get_tool_parser"):
-        return manager.get_tool_parser(name)
     return manager.get_reasoning_parser(name)
 
 
-def _manager(setting: str) -> Any:
-    if "reasoning" in setting:
-        return importlib.import_module("vllm.reasoning").ReasoningParserManager
-    return importlib.import_module("vllm.tool_parsers").ToolParserManager
+def _manager() -> Any:
+    return importlib.import_module("vllm.reasoning").ReasoningParserManager
 
 
 def uses_vllm(*settings: str) -> bool:
@@ -107,54 +103,6 @@ class _History:
         before, ids_before = self._text, self._ids
         self._text, self._ids = before + piece, ids_before + ids
         return before, self._text, piece, ids_before, self._ids, ids
-
-
-class _VllmToolParser:
-    """Adapts a tool parser of vLLM to :class:`gateway.parsers.events.ToolParser`."""
-
-    def __init__(self, parser: Any, request: Any, text: TextCodec) -> None:
-        self._parser = parser
-        self._request = request
-        self._history = _History(text)
-        # Calls that have been announced.
-        self._started: set[int] = set()
-
-    def feed(self, text: str) -> list[Event]:
-        """Returns the events settled by further text."""
-        if not text:
-            return []
-        delta = self._parser.extract_tool_calls_streaming(*self._history.push(text), self._request)
-        return self._events(delta)
-
-    def finish(self) -> list[Event]:
-        """Returns the events held back, at the end of the text."""
-        flush = getattr(self._parser, "finish_streaming", None)
-        found = self._events(flush()) if flush is not None else []
-        if self._started and (rest := self._parser.get_remaining_unstreamed_args()):
-            found.append(CallArguments(max(self._started), rest))
-        return found
-
-    def whole(self, text: str) -> list[Event]:
-        """Returns the events of a whole text."""
-        found = self._parser.extract_tool_calls(text, self._request)
-        events: list[Event] = [Text(found.content or "")]
-        for index, call in enumerate(found.tool_calls):
-            events.append(CallStart(index, call.id or call_id(), call.function.name))
-            events.append(CallArguments(index, call.function.arguments))
-        return events
-
-    def _events(self, delta: Any) -> list[Event]:
-        if delta is None:
-            return []
-        events: list[Event] = [Text(delta.content or "")]
-        for call in delta.tool_calls or ():
-            function = call.function
-            if function is not None and function.name and call.index not in self._started:
-                self._started.add(call.index)
-                events.append(CallStart(call.index, call.id or call_id(), function.name))
-            if function is not None and function.arguments and call.index in self._started:
-                events.append(CallArguments(call.index, function.arguments))
-        return events
 
 
 class ReasoningParser:
@@ -217,14 +165,7 @@ class ReasoningParser:
         return [] if delta is None else [Reasoning(delta.reasoning or ""), Text(delta.content or "")]
 
 
-def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
-    """Returns a function that makes parsers for the sequences of a request."""
-    request, tokenizer = _request(tools), _tokenizer(text)
-    cls = _class(_manager("--tool-call-parser"), value)
-    return lambda: _VllmToolParser(cls(tokenizer, request.tools), request, text)
-
-
 def reasoning_parser(value: str, text: TextCodec, prompt: Sequence[int]) -> ReasoningParser:
     """Returns a parser of thinking; ``prompt`` shows whether the thinking has begun or is over."""
-    cls = _class(_manager("--reasoning-parser"), value)
+    cls = _class(_manager(), value)
     return ReasoningParser(cls(_tokenizer(text)), _request(()), text, prompt)

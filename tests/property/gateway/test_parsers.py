@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers import events
+from gateway.parsers.formats import FORMATS, LIST
 from gateway.parsers.json_scan import ValueScanner
+from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser
-from gateway.tools.formats import FORMATS, LIST
 
 pytestmark = pytest.mark.property
 
-NAMES = frozenset({"f", "get_weather"})
+NAMES = dict.fromkeys(("f", "get_weather"))
 
 # Building blocks of answers, valid and invalid, joined at random.
 WORDS = [
@@ -30,12 +31,19 @@ WORDS = [
     '{"name": "unknown", "parameters": {}}', "{}", '{"a": [1, 2.5e3, true, null], "b": {"c": "d\\n\\u00e9\\""}}', '{"city": "Pa', 'ris"}', "}", "]",
     "[", ",", ";", " ", "\n", "\n\n", "f", "get_weather", "(", ")", "f(a=1, b='x', c=[1, {'y': None}])", "get_weather()", 'f(a="(")', "f(a=g())",
     "hello", "<", "<tool", "[TOOL", "{", '"', "\\", "-", "0", "01", "1e", "tru", "é", "🙂", '{"name": 5}', '{"name": "", "arguments": {}}',
+    "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", '<invoke name="f">', "</invoke>", '<parameter name="a">',
     '{"name": "f", "arguments": {"q": "<tool_call></tool_call>[TOOL_CALLS]"}}', "<tool_call>\n", "\n</tool_call>", '{"name": "f"}', "'", "=",
 ]  # fmt: skip
 
 PARSERS: dict[str, Callable[[], events.ToolParser]] = {
-    **{name: (lambda form=form: form.make(NAMES)) for name, form in FORMATS.items()},  # type: ignore[misc]
-    "list": lambda: LIST.make(NAMES),
+    **{
+        name: (lambda form=form: CallParser(form, NAMES))
+        for name, form in FORMATS.items()
+        if name not in ("gemma4", "minimax_m3")
+    },  # type: ignore[misc]
+    "list": lambda: CallParser(LIST, NAMES),
     "named": lambda: NamedToolParser(events.call_id, "f"),
 }
 

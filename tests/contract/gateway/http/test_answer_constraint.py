@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.text.tokenization import TextCodec
-from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument
 from tests.support.gateway.serving import Stack, running_stack
-from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.support.gateway.tool_templates import TIME, WEATHER
 
 pytestmark = [
     pytest.mark.contract,
@@ -80,23 +78,3 @@ async def test_completions_are_constrained_too(stack: Stack) -> None:
     stack.scheduler.refuse = lambda _: InvalidArgument("no", param="structured_output")
     refused = (await stack.http.post("/v1/completions", json=body)).json()["error"]
     assert refused["param"] == "structured_outputs"
-
-
-@pytest.mark.slow
-async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:
-    """Importing them and wrapping the tokenizer takes seconds, in which no stream may stall."""
-    folder = folder_with(tmp_path, THINKING, ["<tool_call>", "</tool_call>"])
-    # Imports vLLM, as the start of a gateway does; outside the test's time limit.
-    vllm_parsers.check("--tool-call-parser", "vllm:hermes")
-    vllm_parsers.prepare(TextCodec.load(folder))
-    async with running_stack(CALL, folder=folder, tool_call_parser="vllm:hermes") as stack:
-        text = stack.gateway.app.state.context.watcher.served().text
-
-        def wrap() -> Any:
-            raise AssertionError("it was not wrapped yet")
-
-        assert text.wrapped(wrap) is vllm_parsers._tokenizer(text)
-        answer = await stack.http.post(PATH, json={**ASK, "tools": [WEATHER], "n": 2})
-        for choice in answer.json()["choices"][:1]:
-            (call,) = choice["message"]["tool_calls"]
-            assert call["function"]["arguments"] == '{"city": "Paris"}'

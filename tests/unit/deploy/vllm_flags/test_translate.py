@@ -23,7 +23,7 @@ from protos.errors import ConfigurationRefused
         ("--no-enforce-eager", []),
         ("--kv-cache-memory-bytes 4G", ["--kv-memory=4"]),
         ("--tool-call-parser hermes --enable-auto-tool-choice", ["--tool-call-parser=hermes"]),
-        ("--tool-call-parser qwen3_coder", ["--tool-call-parser=vllm:qwen3_coder"]),
+        ("--tool-call-parser qwen3_coder", ["--tool-call-parser=qwen3_coder"]),
         ("--scheduling-policy fcfs", ["--order=arrival"]),
         ("-O{'level':3}", ["--optimization-level={'level':3}"]),
         ("-O {'mode':3}", ['--compilation-config={"level": 3}']),

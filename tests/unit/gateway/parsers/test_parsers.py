@@ -9,12 +9,13 @@ from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.answers import AssistantMessage, finish_reason
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Text
+from gateway.parsers.formats import FORMATS, LIST
 from gateway.parsers.json_scan import MAX_DEPTH
+from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
-from gateway.tools.formats import FORMATS, LIST
 
-NAMES = frozenset({"get_weather", "get_time", "from_to"})
+NAMES = dict.fromkeys(("get_weather", "get_time", "from_to"))
 PARIS = '{"city": "Paris"}'
 
 
@@ -22,7 +23,7 @@ FORMATS_AND_LIST = {**FORMATS, "list": LIST}
 
 
 def reader(name: str, **options: Any) -> AnswerReader:
-    return AnswerReader(None, FORMATS_AND_LIST[name].make(NAMES), **options)
+    return AnswerReader(None, CallParser(FORMATS_AND_LIST[name], NAMES), **options)
 
 
 def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
@@ -174,7 +175,6 @@ def test_calls(name: str, text: str, content: str | None, calls: list[tuple[str,
         ("pythonic", "[get_time(a=__import__('os'))]"),
         ("pythonic", "[get_time(a=1e999)]"),
         ("pythonic", "[get_time(a=b'x')]"),
-        ("pythonic", "[get_time(a={1: 2})]"),
         ("pythonic", "[get_time(**{})]"),
         ("pythonic", "[get_time(a=[)]"),
         ("pythonic", "[get_time(a='"),
@@ -296,7 +296,7 @@ def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str |
 
 def test_calls_behind_thinking() -> None:
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-    both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
+    both = AnswerReader(ThinkParser(Thinking.OPEN), CallParser(FORMATS["hermes"], NAMES))
     body = CollectedMessage.from_events(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(
         with_reasoning=True
     )

@@ -10,10 +10,11 @@ from gateway.generation.answer_plan import AnswerReader, DeltaReader
 from gateway.generation.generation import Usage
 from gateway.generation.sequence_text import Delta, Reporter
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.parsers.formats import FORMATS
+from gateway.parsers.machine import CallParser
 from gateway.responses_api.schemas import ResponsesRequest
 from gateway.responses_api.writer import Output, ResponseObject, ResponseStreamWriter, collected
 from gateway.schemas.base import parse
-from gateway.tools.formats import FORMATS
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError
 
 BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</tool_call> Sorry.'
@@ -21,7 +22,7 @@ BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</
 
 def writer(*, calls: bool = False, logprobs: bool = False) -> ResponseStreamWriter:
     response = ResponseObject(parse(ResponsesRequest, b'{"input": "hi"}'), "resp_1f", 1, "m")
-    parsed = DeltaReader(AnswerReader(None, FORMATS["hermes"].make(["get_weather"])))
+    parsed = DeltaReader(AnswerReader(None, CallParser(FORMATS["hermes"], {"get_weather": None})))
     reporter = Reporter(lambda token: b"%d" % token, wanted=logprobs)
     return ResponseStreamWriter(response, parsed if calls else None, reporter)
 

@@ -6,10 +6,11 @@ import pytest
 
 from gateway.generation.request_builder import show_tools_in_words
 from gateway.parsers.events import CallStart
+from gateway.parsers.formats import FORMATS, LIST
+from gateway.parsers.machine import CallParser
 from gateway.parsers.reasoning import Thinking
-from gateway.settings import TOOL_FORMATS
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.formats import FORMATS, LIST, Callee, Shape, behind_thinking, json_schema, structural
+from gateway.tools.formats import LIST_SHAPE, SHAPES, Callee, behind_thinking, json_schema, structural
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
 
@@ -74,10 +75,9 @@ NOON = ("get_time", '{"city": 12}')
 @pytest.mark.parametrize("name", WRITTEN)
 def test_required_calls(name: str) -> None:
     """The grammar accepts exactly valid calls of any tool, and the format's parser reads them."""
-    form = LIST if name == "list" else FORMATS[name]
-    assert form.shape is not None
-    many = structural(form.shape.required(TOOLS, parallel=True))
-    one = structural(form.shape.required(TOOLS, parallel=False))
+    form, shape = (LIST, LIST_SHAPE) if name == "list" else (FORMATS[name], SHAPES[name])
+    many = structural(shape.required(TOOLS, parallel=True))
+    one = structural(shape.required(TOOLS, parallel=False))
     assert accepts(many, written(name, PARIS))
     assert accepts(many, written(name, PARIS, NOON, PARIS))
     assert accepts(one, written(name, NOON))
@@ -93,7 +93,9 @@ def test_required_calls(name: str) -> None:
     assert not accepts(many, "Well. " + written(name, PARIS))
     starts = [
         event
-        for event in form.make({"get_weather", "get_time"}).whole(written(name, PARIS, NOON))
+        for event in CallParser(form, dict.fromkeys(("get_weather", "get_time"))).whole(
+            written(name, PARIS, NOON)
+        )
         if isinstance(event, CallStart)
     ]
     assert [start.name for start in starts] == ["get_weather", "get_time"]
@@ -102,18 +104,13 @@ def test_required_calls(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name != "list"])
 def test_optional_calls(name: str) -> None:
     """The grammar accepts any text, and valid calls in it."""
-    shape = FORMATS[name].shape
-    assert isinstance(shape, Shape)
+    shape = SHAPES[name]
     constraint = structural(shape.optional(TOOLS, parallel=True))
     assert accepts(constraint, "It is noon.")
     assert accepts(constraint, written(name, PARIS))
     assert accepts(constraint, "Let me look. " + written(name, PARIS))
     assert not accepts(constraint, written(name, ("get_weather", '{"city": 12}')))
     assert not accepts(constraint, written(name, ("other", "{}")))
-
-
-def test_settings_and_detection_name_every_format() -> None:
-    assert set(TOOL_FORMATS) == set(FORMATS)
 
 
 def test_annotations_are_removed_from_schemas() -> None:

@@ -1,7 +1,6 @@
 """Parsers of an installed vLLM, by name."""
 
 import importlib.util
-import json
 import sys
 import types
 from pathlib import Path
@@ -15,11 +14,10 @@ from gateway.openai.chat import CollectedMessage
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
-from gateway.tools.formats import FORMATS
 from protos.errors import ConfigurationRefused, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.tool_requests import accepts, chat, served_with, settings
-from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.support.gateway.tool_templates import THINKING, TIME, folder_with
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("shared_vllm")
@@ -44,50 +42,6 @@ def split_event(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
-@pytest.mark.parametrize("size", [0, 1, 5])
-def test_a_tool_parser_of_vllm(codec: TextCodec, size: int) -> None:
-    """Its calls come out like those of the gateway's own parsers, streamed and whole."""
-    text = f"Let me look.\n{CALL}\n{CALL}"
-    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:hermes", codec, [WEATHER, TIME])())
-    body = body_of(reader, split_event(text, size) if size else text)
-    assert body["content"] == "Let me look."
-    assert [call["function"] for call in body["tool_calls"]] == [
-        {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    ] * 2
-    assert len({call["id"] for call in body["tool_calls"]}) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("hermes", f"Let me look.\n{CALL}\n{CALL}"),
-        ("hermes", CALL.removesuffix("\n</tool_call>")),
-        ("hermes", "No calls < here <tool_call"),
-        ("hermes", "<tool_call>not JSON</tool_call>"),
-        ("hermes", '<tool_call>{"name": "get_time"}</tool_call>'),
-        ("llama3_json", '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "é"}}'),
-        ("llama3_json", '{"name": "get_time", "parameters": {}}, {"name": "get_time", "parameters": {}}'),
-        ("llama3_json", '<|python_tag|>{"name": "get_time", "arguments": {"a": [1, {"b": null}]}}'),
-        ("hermes", '<tool_call>{"name": "get_time", "arguments": {bad}}</tool_call><tool_call>{"name": "get_time", "arguments": {}}</tool_call>'),
-        ("llama3_json", '{"answer": 42}'),
-        ("pythonic", "[get_time(), get_weather(city='Paris', days=[1, -2.5, {'x': None}], really=True)]"),
-        ("pythonic", "[get_time(1)]"),
-        ("pythonic", "It is [1, 2]."),
-    ],
-)  # fmt: skip
-def test_the_gateways_parsers_agree_with_vllms(codec: TextCodec, name: str, text: str) -> None:
-    """Whole texts, valid and malformed, have the same calls and the same content."""
-    tools = [WEATHER, TIME]
-    mine = AnswerReader(None, FORMATS[name].make({"get_weather", "get_time"}))
-    other = AnswerReader(None, vllm_parsers.tool_parsers(f"vllm:{name}", codec, tools)())
-    assert _meaning(body_of(mine, text)) == _meaning(body_of(other, text))
-
-
-def _meaning(body: dict[str, Any]) -> tuple[Any, list[tuple[str, Any]]]:
-    calls = [call["function"] for call in body.get("tool_calls", [])]
-    return body["content"], [(call["name"], json.loads(call["arguments"])) for call in calls]
-
-
 @pytest.fixture
 def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces Mistral's parser.
@@ -97,17 +51,6 @@ def without_mistral(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = types.ModuleType("vllm.parser.mistral")
     stand_in.MistralParser = type("MistralParser", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.parser.mistral", stand_in)
-
-
-@pytest.mark.parametrize("size", [0, 100])
-@pytest.mark.usefixtures("without_mistral")
-def test_a_parser_of_vllms_engine(codec: TextCodec, size: int) -> None:
-    """A format without a parser of the gateway's own can be read."""
-    text = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
-    reader = AnswerReader(None, vllm_parsers.tool_parsers("vllm:qwen3_coder", codec, [WEATHER])())
-    (call,) = body_of(reader, split_event(text, size) if size else text)["tool_calls"]
-    assert call["function"]["name"] == "get_weather"
-    assert '"Paris"' in call["function"]["arguments"]
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
@@ -183,11 +126,10 @@ def test_a_parser_of_vllm_without_markers_allows_no_constraint(codec: TextCodec)
 
 
 def test_unknown_parsers_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, known in (("--tool-call-parser", "hermes"), ("--reasoning-parser", "deepseek_r1")):
-        assert main([flag, "vllm:nothing"]) == 2
-        (printed,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
-        assert f"{flag} vllm:nothing: vLLM has no such parser" in printed
-        assert known in printed
+    assert main(["--reasoning-parser", "vllm:nothing"]) == 2
+    (printed,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
+    assert "--reasoning-parser vllm:nothing: vLLM has no such parser" in printed
+    assert "deepseek_r1" in printed
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +137,8 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     with pytest.raises(ConfigurationRefused, match="vLLM is not installed in the gateway's environment"):
-        vllm_parsers.check("--tool-call-parser", "vllm:hermes")
-    vllm_parsers.check("--tool-call-parser", "hermes")
+        vllm_parsers.check("--reasoning-parser", "vllm:qwen3")
+    vllm_parsers.check("--reasoning-parser", "qwen3")
 
 
 def test_only_three_places_import_vllm() -> None:

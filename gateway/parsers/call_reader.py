@@ -1,0 +1,156 @@
+"""The base of the readers of a call, and the comparison of markers with text that is still arriving."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text
+from gateway.parsers.json_scan import skip_blanks
+from gateway.parsers.values import Schema
+
+_PARTS: Final = re.compile(r"\s+|\{[01]\}")
+_BLANKS: Final = " \t\n\r"
+
+# Longest name of a function; anything longer is not a call and need not be held back.
+MAX_NAME: Final = 256
+
+
+class Marker:
+    """A text around calls: white space in it is optional, and ``{0}`` or ``{1}`` stands for any number."""
+
+    def __init__(self, text: str) -> None:
+        """Takes a text of a format; the white space around it does not count."""
+        self.text = text.strip()
+        # Constants; between two of them, blanks ("") or digits ("0").
+        self._constants = _PARTS.split(self.text)
+        self._between = ["0" if part.startswith("{") else "" for part in _PARTS.findall(self.text)]
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+    def match(self, text: str, at: int = 0) -> int | None:
+        """Compares the marker with the text from ``at`` on.
+
+        Returns:
+            The position after the marker; -1 if the text is different; ``None`` if more text must decide.
+        """
+        for place, constant in enumerate(self._constants):
+            if place:
+                start, chars = at, "0123456789" if self._between[place - 1] else _BLANKS
+                while at < len(text) and text[at] in chars:
+                    at += 1
+                if at == len(text):
+                    return None
+                if self._between[place - 1] and at == start:
+                    return -1
+            if not text.startswith(constant, at):
+                return None if constant.startswith(text[at:]) else -1
+            at += len(constant)
+        return at
+
+
+class CallReader:
+    """Reads a call as it arrives. Subclasses are state machines over ``self._rest``.
+
+    A state consumes text with :meth:`_take`, appends events, and returns whether it may continue; without, it
+    waits for more text. It must decide the same however little it saw before.
+    """
+
+    done: bool
+    """The call is complete."""
+    failed: bool
+    """The text is not a call; see :meth:`give_up`."""
+
+    def __init__(
+        self,
+        counter: CallCounter,
+        state: Callable[[list[Event]], bool],
+        *,
+        schema: Callable[[str], Schema],
+        accept: Callable[[str], bool],
+        before: str,
+    ) -> None:
+        """Waits for the call.
+
+        Args:
+            counter: numbers the call.
+            state: the first state.
+            schema: returns the schema of a tool's arguments, by name.
+            accept: whether a function name belongs to a tool.
+            before: text of the call before the name or object; returned as content without a call.
+        """
+        self.done = False
+        self.failed = False
+        self._counter = counter
+        self._schema = schema
+        self._accept = accept
+        self._rest = ""
+        self._state = state
+        self._source = [before]
+        self._start: CallStart | None = None
+
+    @property
+    def announced(self) -> bool:
+        """Whether the name has been emitted."""
+        return self._start is not None
+
+    def feed(self, text: str, out: list[Event]) -> str:
+        """Reads on; returns the rest of the text if the call has ended or failed, else an empty string."""
+        self._rest += text
+        while self._rest and not self.done and not self.failed and self._state(out):
+            pass
+        if not self.done and not self.failed:
+            return ""
+        rest, self._rest = self._rest, ""
+        return rest
+
+    def give_up(self, out: list[Event]) -> None:
+        """Emits the text of a failed call as content, or revokes the call if it was announced."""
+        source = "".join(self._source)
+        out.append(CallRevoked(self._start.number, source) if self._start else Text(source))
+
+    def finish(self, out: list[Event]) -> None:
+        """Handles the end of the text: an announced call stays, anything less becomes content."""
+        if self._start is None:
+            self._take(len(self._rest))
+            self.give_up(out)
+
+    def _take(self, count: int) -> str:
+        """Consumes ``count`` characters."""
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        self._source.append(taken)
+        return taken
+
+    def _fail(self) -> bool:
+        self.failed = True
+        return False
+
+    def _skip(self) -> bool:
+        """Consumes white space; returns whether other text is left."""
+        self._take(skip_blanks(self._rest))
+        return bool(self._rest)
+
+    def _announce(self, name: str, out: list[Event], given_id: str | None = None) -> None:
+        self._start = self._counter.start(name, given_id)
+        out.append(self._start)
+
+    def _emit(self, fragment: str, out: list[Event]) -> None:
+        """Emits a piece of the announced call's arguments."""
+        assert self._start is not None
+        if fragment:
+            out.append(CallArguments(self._start.number, fragment))
+
+    def _at(self, markers: Sequence[Marker], at: int = 0) -> tuple[Marker | None, int | None]:
+        """Looks for the first of ``markers`` that the rest begins with, from ``at`` on.
+
+        Returns:
+            The marker and the position after it; without one, -1, or ``None`` if more text must decide.
+        """
+        undecided = False
+        for marker in markers:
+            end = marker.match(self._rest, at)
+            if end is None:
+                undecided = True
+            elif end >= 0 and not undecided:
+                return marker, end
+        return None, None if undecided else -1

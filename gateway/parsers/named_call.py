@@ -1,0 +1,122 @@
+"""Calls written as a name and a JSON object."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker
+from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.formats import NamedJson
+from gateway.parsers.json_scan import ValueScanner
+from gateway.parsers.values import Schema
+
+_NAME: Final = re.compile(r"[\w./-]*")
+_ID: Final = re.compile(r"\w*")
+
+
+class NamedCall(CallReader):
+    """Reads a call. Its arguments are emitted exactly as written; without any they are empty."""
+
+    def __init__(
+        self,
+        form: NamedJson,
+        counter: CallCounter,
+        *,
+        schema: Callable[[str], Schema],
+        accept: Callable[[str], bool],
+        before: str,
+        ends: Sequence[Marker] = (),
+    ) -> None:
+        """Waits for the name; see :class:`CallReader`.
+
+        Args:
+            form: how the call is written.
+            counter: numbers the call.
+            schema: returns the schema of a tool's arguments, by name.
+            accept: whether a function name belongs to a tool.
+            before: text of the call before the name.
+            ends: markers that may follow the call.
+        """
+        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+        self._form = form
+        self._ends = ends
+        self._id_mark, self._between = Marker(form.id_mark), Marker(form.between)
+        self._called = ""
+        self._id: str | None = None
+        self._has_between = False
+        self._scanner = ValueScanner()
+
+    def _name(self, _: list[Event]) -> bool:
+        if not self._skip():
+            return False
+        end = _NAME.match(self._rest).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        if end == len(self._rest) and end <= MAX_NAME:
+            return False
+        self._called = self._rest[:end].removeprefix(self._form.prefix)
+        if not self._called or not 0 < end <= MAX_NAME or not self._accept(self._called):
+            return self._fail()
+        self._take(end)
+        self._state = self._mark
+        return True
+
+    def _mark(self, _: list[Event]) -> bool:
+        """After the name: an id may follow."""
+        end = self._id_mark.match(self._rest) if self._id_mark else -1
+        if end is None:
+            return False
+        if end > 0:
+            self._take(end)
+        self._state = self._in_id if end > 0 else self._middle
+        return True
+
+    def _in_id(self, _: list[Event]) -> bool:
+        end = _ID.match(self._rest).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        if end == len(self._rest) and end <= MAX_NAME:
+            return False
+        if not 0 < end <= MAX_NAME:
+            return self._fail()
+        given = self._take(end)
+        is_number = self._form.id_is_number
+        self._id = f"{self._form.prefix}{self._called}{self._form.id_mark}{given}" if is_number else given
+        self._state = self._middle
+        return True
+
+    def _middle(self, out: list[Event]) -> bool:
+        """Before the arguments, or the end of a call without any."""
+        if not self._skip():
+            return False
+        if not self._has_between:
+            end = self._between.match(self._rest) if self._between else -1
+            if end is None:
+                return False
+            if end > 0:
+                self._has_between = True
+                self._take(end)
+                return True
+        if self._rest[0] == "{":
+            self._announce(self._called, out, self._id)
+            self._state = self._arguments
+            return True
+        _, end = self._at(self._ends)
+        if end == -1:
+            return self._fail()
+        if end is not None:
+            self._call_nothing(out)
+        return False
+
+    def _call_nothing(self, out: list[Event]) -> None:
+        self._announce(self._called, out, self._id)
+        self._emit("{}", out)
+        self.done = True
+
+    def _arguments(self, out: list[Event]) -> bool:
+        end = self._scanner.feed(self._rest)
+        self._emit(self._take(end), out)
+        self.done, self.failed = self._scanner.done, self._scanner.failed
+        return False
+
+    def finish(self, out: list[Event]) -> None:
+        """Handles the end of the text: a name that announces arguments is a call without any."""
+        if self._state == self._middle and self._has_between and not self._rest:
+            self._call_nothing(out)
+        super().finish(out)

@@ -1,0 +1,192 @@
+"""Calls written as a name and parameters between tags, whose values are plain text."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker
+from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.formats import Tagged
+from gateway.parsers.json_scan import is_value
+from gateway.parsers.parser_base import undecided
+from gateway.parsers.values import Schema, as_json, property_schema, quoted, types
+
+_NAME: Final = re.compile(r"[\w.:/-]*")
+_TEXT: Final = frozenset({"string"})
+
+
+class TaggedCall(CallReader):
+    """Reads a call and writes its arguments as a JSON object. Texts are emitted as they arrive."""
+
+    def __init__(
+        self,
+        form: Tagged,
+        counter: CallCounter,
+        *,
+        schema: Callable[[str], Schema],
+        accept: Callable[[str], bool],
+        before: str,
+        ends: Sequence[Marker],
+    ) -> None:
+        """Waits for the name; see :class:`CallReader`.
+
+        Args:
+            form: how the call is written.
+            counter: numbers the call.
+            schema: returns the schema of a tool's arguments, by name.
+            accept: whether a function name belongs to a tool.
+            before: text of the call before the name.
+            ends: markers that may follow the call.
+        """
+        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+        self._form = form
+        self._name_end, self._key_start = Marker(form.name_end), Marker(form.key)
+        self._key_ends = [Marker(text) for text in (form.key_end, *form.json_key_ends)]
+        self._value_end = Marker(form.value_end)
+        self._ends = list(ends)
+        self._root: Schema = None
+        self._has_keys = False
+        # Of the current value.
+        self._allowed = _TEXT
+        self._searched = 0
+        self._is_json = False
+        self._text_begun = False
+
+    def _name(self, out: list[Event]) -> bool:
+        if not self._skip():
+            return False
+        end = _NAME.match(self._rest).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        if end == len(self._rest) and end <= MAX_NAME:
+            return False
+        name = self._rest[:end]
+        if not 0 < end <= MAX_NAME or not self._accept(name):
+            return self._fail()
+        after = end
+        if self._name_end:
+            matched = self._name_end.match(self._rest, end)
+            if matched is None:
+                return False
+            if matched < 0:
+                return self._fail()
+            after = matched
+        elif (decided := self._at((self._key_start, *self._ends), self._blanks(end))[1]) is None:
+            return False
+        elif decided < 0:
+            return self._fail()
+        self._take(after)
+        self._root = self._schema(name)
+        self._announce(name, out)
+        self._emit("{", out)
+        self._state = self._next
+        return True
+
+    def _blanks(self, at: int) -> int:
+        while at < len(self._rest) and self._rest[at].isspace():
+            at += 1
+        return at
+
+    def _next(self, out: list[Event]) -> bool:
+        """Before a parameter, or the end of the call."""
+        if not self._skip():
+            return False
+        marker, end = self._at((self._key_start, *self._ends))
+        if end is None:
+            return False
+        if marker is None:
+            return self._fail()
+        if marker is self._key_start:
+            self._take(end)
+            self._state = self._key
+            return True
+        self._emit("}", out)
+        self.done = True
+        return False
+
+    def _key(self, out: list[Event]) -> bool:
+        at = self._rest.find(self._key_ends[0].text[0])
+        marker, end = self._at(self._key_ends, at) if at >= 0 else (None, None)
+        if end is None:
+            return False if len(self._rest) <= MAX_NAME else self._fail()
+        key = self._rest[:at].strip()
+        if marker is None or not key:
+            return self._fail()
+        self._take(end)
+        self._emit((", " if self._has_keys else "") + quoted(key) + ": ", out)
+        self._has_keys, self._text_begun, self._searched = True, False, 0
+        self._is_json = marker is not self._key_ends[0]
+        if self._form.always_text or (self._form.json_key_ends and not self._is_json):
+            self._allowed = _TEXT
+        else:
+            self._allowed = types(property_schema(self._root, key, self._root), self._root)
+        self._state = self._value_start
+        return True
+
+    def _value_start(self, _: list[Event]) -> bool:
+        if self._form.key_end.endswith("\n") and self._rest[0] == "\n":
+            self._take(1)
+        self._state = self._value
+        return True
+
+    def _value(self, out: list[Event]) -> bool:
+        """Reads a value up to the tag that ends it; the same tag before other text is part of the value."""
+        tag, at = self._value_end.text, self._searched - 1
+        while (at := self._rest.find(tag, at + 1)) >= 0:
+            _, end = self._at((self._key_start, *self._ends), self._blanks(at + len(tag)))
+            if end is None:
+                self._stream(at, out)
+                return False
+            if end >= 0:
+                self._end_value(at, out)
+                return True
+        # A part of the tag may be at the end.
+        self._searched = max(0, len(self._rest) - len(tag) + 1)
+        self._stream(self._searched, out)
+        return False
+
+    def _stream(self, end: int, out: list[Event]) -> None:
+        """Emits text before ``end``, except a line break that may belong to the tag."""
+        if end > 1 and self._allowed == _TEXT and not self._is_json:
+            self._searched = max(0, self._searched - end + 1)
+            self._emit(self._open_text() + quoted(self._take(end - 1))[1:-1], out)
+
+    def _open_text(self) -> str:
+        """Returns the quotation mark before a text, once."""
+        begun, self._text_begun = self._text_begun, True
+        return "" if begun else '"'
+
+    def _end_value(self, at: int, out: list[Event]) -> None:
+        text = self._take(at)
+        self._take(len(self._value_end.text))
+        self._state = self._next
+        if self._form.value_end.startswith("\n") and text.endswith("\n"):
+            text = text[:-1]
+        if self._text_begun:
+            self._emit(quoted(text)[1:], out)
+        elif self._is_json and is_value(text.strip()):
+            self._emit(text.strip(), out)
+        else:
+            self._emit(as_json(text, self._allowed), out)
+
+    def finish(self, out: list[Event]) -> None:
+        """Handles the end of the text: a value without its end is shown as far as it came."""
+        if self._state in (self._value, self._value_start):
+            tag = self._value_end.text
+            at = self._rest.rfind(tag)
+            if at >= 0 and self._at((self._key_start, *self._ends), self._blanks(at + len(tag)))[1] is None:
+                self._end_value(at, out)
+            else:
+                self._cut_value(out)
+        if self._state == self._next:
+            # Some models stop after the last parameter.
+            self._emit("}", out)
+        super().finish(out)
+
+    def _cut_value(self, out: list[Event]) -> None:
+        """Emits a value without its end, except a part of the tag."""
+        part = undecided(self._rest, self._value_end.text)
+        text = self._take(len(self._rest) - part)
+        if self._form.value_end.startswith("\n"):
+            text = text.removesuffix("\n")
+        if self._allowed == _TEXT and not self._is_json:
+            text = self._open_text() + quoted(text)[1:-1]
+        self._emit(text, out)
