@@ -362,7 +362,8 @@ def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: _Thi
         )
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
     shape: Shape | ArgumentsAlone
-    if form in SHAPES:
+    called: Format | str
+    if form is not None and form in SHAPES:
         called, shape = FORMATS[form], SHAPES[form]
     elif name is None:
         called, shape = LIST, LIST_SHAPE
@@ -385,7 +386,7 @@ def _plan_optional(
     asked: pb.StructuredOutput | None,
 ) -> _CallPlan:
     """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
-    if form not in FORMATS:
+    if form is None or form not in FORMATS:
         raise Unsupported(
             f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does"
             ' not show how it writes calls; send tool_choice "required" or a function\'s name, or start the'

@@ -131,8 +131,17 @@ class Format:
         return tuple(text for text in (*fields, *own) if isinstance(text, str) and text)
 
 
-_TOOL_CALL: Final = {"begin": "<tool_call>\n", "end": "\n</tool_call>", "separator": "\n"}
-_FUNCTION: Final = {"begin": "<function=", "end": "</function>\n", "wraps_each": True, "separator": "\n"}
+def _functions(call: Tagged, opening: str, closing: str) -> Format:
+    """Returns Qwen's markup, between an opening and a closing of a family's own."""
+    return Format(
+        call,
+        opening=f"{opening}\n",
+        begin="<function=",
+        end="</function>\n",
+        closing=closing,
+        separator="\n",
+        wraps_each=True,
+    )
 
 
 def _dsml(section: str) -> Format:
@@ -164,33 +173,30 @@ def _deepseek(before: str, between: str, after: str) -> Format:
     )
 
 
-def _json_list(opening: str, closing: str = "", **others: str) -> Format:
+def _json_list(opening: str, closing: str = "") -> Format:
     """Returns a list of JSON objects between two markers."""
-    return Format(JsonObject(**others), opening=opening, closing=closing, separator=", ", listed=True)
+    return Format(JsonObject(), opening=opening, closing=closing, separator=", ", listed=True)
 
 
 FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
     {
-        "hermes": Format(JsonObject(), **_TOOL_CALL),
-        "qwen3_coder": Format(
+        "hermes": Format(JsonObject(), begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
+        "qwen3_coder": _functions(
             Tagged(name_end=">\n", key="<parameter=", key_end=">\n", value_end="\n</parameter>\n"),
-            opening="<tool_call>\n",
-            closing="</tool_call>",
-            **_FUNCTION,
+            "<tool_call>",
+            "</tool_call>",
         ),
-        "seed_oss": Format(
+        "seed_oss": _functions(
             Tagged(name_end=">\n", key="<parameter=", key_end=">", value_end="</parameter>\n"),
-            opening="<seed:tool_call>\n",
-            closing="</seed:tool_call>",
-            **_FUNCTION,
+            "<seed:tool_call>",
+            "</seed:tool_call>",
         ),
-        "mimo": Format(
+        "mimo": _functions(
             Tagged(
                 name_end=">\n", key="<parameter=", key_end=">", value_end="</parameter>\n", always_text=True
             ),
-            opening="<tool_call>\n",
-            closing="</tool_call>",
-            **_FUNCTION,
+            "<tool_call>",
+            "</tool_call>",
         ),
         "glm45": Format(
             Tagged(

@@ -51,7 +51,7 @@ class PythonCall(CallReader):
     def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = _NAME.match(self._rest).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        end = _NAME.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         name = self._rest[:end]
@@ -78,7 +78,7 @@ class PythonCall(CallReader):
 
     def _outside(self, at: int) -> int:
         """Returns the position after the next piece of text outside strings; ``at`` if it is incomplete."""
-        end = _PLAIN.match(self._rest, at).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        end = _PLAIN.match(self._rest, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         char = self._rest[end : end + 1]
         match char:
             case "":
@@ -106,7 +106,7 @@ class PythonCall(CallReader):
         return at + len(self._quotes)
 
     def _in_string(self, at: int) -> int:
-        end = _IN_STRING[self._quotes[0]].match(self._rest, at).end()  # type: ignore[union-attr] - as above
+        end = _IN_STRING[self._quotes[0]].match(self._rest, at).end()  # type: ignore[union-attr]  # as above
         if self._rest.startswith("\\", end):
             return end + 2 if end + 2 <= len(self._rest) else end
         if self._rest.startswith(self._quotes, end):

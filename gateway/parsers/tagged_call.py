@@ -55,7 +55,7 @@ class TaggedCall(CallReader):
     def _name(self, out: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = _NAME.match(self._rest).end()  # type: ignore[union-attr] - the pattern matches nothing, too
+        end = _NAME.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         name = self._rest[:end]

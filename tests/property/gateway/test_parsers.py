@@ -6,6 +6,7 @@ The result does not depend on how the text is cut, and no part of a marker is co
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -39,10 +40,10 @@ WORDS = [
 
 PARSERS: dict[str, Callable[[], events.ToolParser]] = {
     **{
-        name: (lambda form=form: CallParser(form, NAMES))
+        name: partial(CallParser, form, NAMES)
         for name, form in FORMATS.items()
         if name not in ("gemma4", "minimax_m3")
-    },  # type: ignore[misc]
+    },
     "list": lambda: CallParser(LIST, NAMES),
     "named": lambda: NamedToolParser(events.call_id, "f"),
 }

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
+from gateway.parsers.events import CallStart
 from gateway.parsers.formats import ALIASES, FORMATS
 from gateway.parsers.machine import CallParser
 
@@ -170,7 +171,7 @@ def test_texts_of_models(name: str) -> None:
 
 def test_ids_of_kimi_stay_as_written() -> None:
     parser = CallParser(FORMATS["kimi_k2"], TOOLS)
-    starts = [event.id for event in parser.whole(TEXTS["kimi_k2"][0]) if hasattr(event, "id")]
+    starts = [event.id for event in parser.whole(TEXTS["kimi_k2"][0]) if isinstance(event, CallStart)]
     assert starts == ["functions.f:0", "functions.g:1"]
 
 
