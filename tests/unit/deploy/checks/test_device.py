@@ -101,6 +101,16 @@ def check_parity(result: Found, reused: int) -> None:
     assert f"{reused} tokens reused; greedy tokens agree" in found["prefix hits"][1]
 
 
+@pytest.mark.npu
+@pytest.mark.slow
+def test_a_chip_that_computes_float16_in_bfloat16_is_held_to_bfloat16(tmp_path: Path) -> None:
+    """Held to float16, whose rounding is an eighth, such a chip would fail."""
+    flags = ("--device", "rbln", "--parity", "--dtype", "float16", "--compile-cache-dir", str(tmp_path))
+    result = doctor(*flags, on_npu=True, FAKE_REBEL_TYPE="bfloat16")
+    check_parity(result, 384)
+    assert result[1]["precision"] == ("ok", "float32 is computed in bfloat16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 def test_windows_and_experts_run_through_the_fakes(family: str, tmp_path: Path) -> None:
