@@ -1,8 +1,8 @@
 """Ends thoughts that have used up their budgets.
 
-The state of a slot is a single number, the position at which its thought must end. It follows from the
-tokens alone, so a device that runs ahead advances it without the host, and a replay restores it from the
-tokens of its admission.
+The state of a slot is the position at which its thought must end and the progress of that end. It follows
+from the tokens alone, so a device that runs ahead advances it without the host, and a replay restores it from
+the tokens of its admission.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,9 @@ class ThinkingBudgets:
     """The budgets of slots. The tables below exist only after `allocate`; the last row is for padding."""
 
     _state: torch.Tensor
-    """int64 [slots + 1, 3]: the position at which a thought must end, `_NEVER` outside of thoughts; the
-    tokens of the budget; the number of `close_ids`."""
+    """int64 [slots + 1, 5]: the position at which a thought must end, `_NEVER` outside of thoughts; how many
+    `close_ids` are written; the tokens of the budget; the number of `close_ids`, and of those up to
+    `end_ids`."""
     _patterns: torch.Tensor
     """int64 [slots + 1, 2 + width, width]: `start_ids`, `end_ids` and the beginnings of `close_ids`, of 1 to
     `width` tokens, all right-aligned; `_ANY` matches any token."""
@@ -82,7 +83,7 @@ class ThinkingBudgets:
             return
         self._is_allocated = True
         rows, width, device = len(self._tokens), MAX_MARKER_TOKENS, self._tokens.device
-        self._state = torch.zeros((rows, 3), dtype=torch.int64, device=device)
+        self._state = torch.zeros((rows, 5), dtype=torch.int64, device=device)
         self._state[:, 0] = _NEVER
         self._patterns = torch.full((rows, 2 + width, width), _ANY, device=device)
         self._lengths = torch.full((rows, 2 + width), _NEVER, device=device)
@@ -106,15 +107,14 @@ class ThinkingBudgets:
         patterns += [close[:count] for count in range(1, len(close) + 1)]
         self._width = max(self._width, *map(len, patterns))
         patterns += [[]] * (2 + width - len(patterns))
-        until = _ends_at(budget, request.token_ids, request.prompt_len)
         rows = [
-            until, budget.tokens, len(close),
+            *_state_of(budget, request.token_ids, request.prompt_len), budget.tokens, len(close), _essential(budget),
             *(token for each in patterns for token in (*[_ANY] * (width - len(each)), *each)),
             *(len(each) or _NEVER for each in patterns),
             *close, *[0] * (width - len(close)),
         ]  # fmt: skip
         state, pattern, length, close_row = upload(rows, self._tokens.device, torch.int64).split(
-            [3, (2 + width) * width, 2 + width, width]
+            [5, (2 + width) * width, 2 + width, width]
         )
         self._state[slot] = state
         self._patterns[slot] = pattern.view(2 + width, width)
@@ -144,7 +144,7 @@ class ThinkingBudgets:
     def _advance(
         self, rows: torch.Tensor, positions: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        until, tokens, close_len = self._state[rows].unbind(1)
+        until, written, tokens, close_len, essential = self._state[rows].unbind(1)
         places = positions[:, None] - self._counts[:width].flip(0)
         last = self._tokens[rows[:, None], places.clamp_(min=0)]
         patterns = self._patterns[:, : _BEGINNINGS + width, -width:][rows]
@@ -153,39 +153,52 @@ class ThinkingBudgets:
         lengths = self._lengths[:, : _BEGINNINGS + width][rows]
         found &= lengths <= (positions - self._prompt_len[rows])[:, None]
         begun = (found[:, _BEGINNINGS:] * self._counts[:width]).amax(dim=-1)
-        # An end inside of `close_ids` does not keep the rest from following.
+        # An end inside of `close_ids` does not keep the rest from following, but a grammar may.
         ends = found[:, _END] & ~((positions > until) & (begun > 0))
         ends |= (positions >= until) & (begun == close_len)
+        ends |= (written >= essential) & (begun != written + 1)
         opened = torch.where(found[:, _START], positions + tokens, _NEVER)
         until = torch.where(until == _NEVER, opened, until.masked_fill(ends, _NEVER))
-        self._state[rows, 0] = until
-        written = self._close[rows].gather(1, begun.clamp(max=MAX_MARKER_TOKENS - 1)[:, None])[:, 0]
-        return positions >= until, written
+        due = positions >= until
+        self._state[rows, :2] = torch.stack([until, begun * due], dim=1)
+        index = begun.clamp(max=MAX_MARKER_TOKENS - 1)[:, None]
+        return due, self._close[rows].gather(1, index)[:, 0]
 
 
 def thinking_bytes(num_slots: int) -> int:
     """Returns the bytes of the tables of `num_slots` slots."""
-    return 8 * (num_slots + 1) * (3 + (2 + MAX_MARKER_TOKENS) * (MAX_MARKER_TOKENS + 1) + MAX_MARKER_TOKENS)
+    return 8 * (num_slots + 1) * (5 + (2 + MAX_MARKER_TOKENS) * (MAX_MARKER_TOKENS + 1) + MAX_MARKER_TOKENS)
 
 
-def _ends_at(budget: common_pb2.ThinkingBudget, known: Sequence[int], prompt_len: int) -> int:
-    """Returns the position at which a sequence's thought must end, as before its last token was taken up."""
+def _essential(budget: common_pb2.ThinkingBudget) -> int:
+    """Returns how many `close_ids` include `end_ids`; more than there are if they never do."""
+    close, end = tuple(budget.close_ids), tuple(budget.end_ids)
+    sizes = range(len(end), len(close) + 1)
+    return next((size for size in sizes if close[size - len(end) : size] == end), len(close) + 1)
+
+
+def _state_of(budget: common_pb2.ThinkingBudget, known: Sequence[int], prompt_len: int) -> tuple[int, int]:
+    """Returns the first two columns of a sequence's state, before its last token is taken up."""
     start, end, close = (tuple(ids) for ids in (budget.start_ids, budget.end_ids, budget.close_ids))
-    tokens = tuple(known)
+    tokens, essential = tuple(known), _essential(budget)
 
     def found(marker: tuple[int, ...], stop: int) -> bool:
         size = len(marker)
         return 0 < size <= stop - prompt_len and tokens[stop - size : stop] == marker
 
-    until = prompt_len + budget.tokens if budget.open else _NEVER
+    def begun_at(stop: int) -> int:
+        return next((size for size in range(len(close), 0, -1) if found(close[:size], stop)), 0)
+
+    until, written = prompt_len + budget.tokens if budget.open else _NEVER, 0
     for position in range(prompt_len + 1, len(tokens)):
         if until == _NEVER:
-            if found(start, position):
-                until = position + budget.tokens
-            continue
-        sizes = range(len(close), 0, -1) if position >= until else ()
-        begun = next((size for size in sizes if found(close[:size], position)), 0)
-        ends = found(end, position) and not (position > until and begun)
-        if ends or (position >= until and begun == len(close)):
-            until = _NEVER
-    return until
+            until = position + budget.tokens if found(start, position) else _NEVER
+        elif position < until:
+            until = _NEVER if found(end, position) else until
+        else:
+            begun = begun_at(position)
+            ends = found(end, position) and (position == until or not begun)
+            if ends or begun == len(close) or (written >= essential and begun != written + 1):
+                until = _NEVER
+        written = begun_at(position) if position >= until else 0
+    return until, written

@@ -74,6 +74,22 @@ def test_the_end_waits_for_its_grammar(fields: dict[str, Any], captured: bool) -
     assert 201 not in found[4:]
 
 
+@pytest.mark.parametrize("readmitted", range(6))
+def test_a_grammar_may_refuse_the_rest_of_an_end(readmitted: int) -> None:
+    """The thought is over with its marker, though the grammar does not allow the line break after it."""
+    params = sampling_params(temperature=0.0, thinking_budget=thinking_budget(1, end=(19,), close=(19, 8)))
+    known, worker, grammar = [5], ReplayWorker(), "10 9 9 1 9 9 9 9 9"
+    while len(known) < 8:
+        admit = [admission(0, known, params, grammar, prompt=1)]
+        (output,) = worker.run(admit=admit, work=Prefill(0, 0, len(known), sample=True))
+        known += output.token_ids
+        while len(known) < 8 and len(known) != 2 + readmitted:
+            known += worker.run(work=Decode((0,), 1))[0].token_ids
+        worker.run(release=(0,))
+    assert known[2] == 19
+    assert 19 not in known[3:]
+
+
 def test_a_grammar_does_not_write_ahead_of_a_budget() -> None:
     """Each token is checked, though the grammar knows the next ones."""
     budget = thinking_budget(1, start=(8,), end=(9,), opened=False)
