@@ -4,9 +4,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from gateway.parsers.formats import ALIASES, FORMATS
@@ -19,6 +19,9 @@ TOOL_FORMATS: Final = (*FORMATS, *ALIASES)
 
 REASONING_FORMATS: Final = ("qwen3", "deepseek_r1")
 """Ways in which models mark their thinking."""
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much clients ask a model to think; also `gateway.schemas.sampling.Effort`."""
 
 VLLM_PREFIX: Final = "vllm:"
 """Begins the name of a parser of an installed vLLM."""
@@ -168,6 +171,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         Group.HTTP_API: (
             "chat_template",
             "default_chat_template_kwargs",
+            "reasoning_effort_budgets",
             "tool_call_parser",
             "reasoning_parser",
             "dev_mode",
@@ -362,6 +366,14 @@ class Settings(CallSecuritySettings, SecuritySettings):
         description='JSON with variables of the chat template, for example {"enable_thinking": false}. A'
         " request's chat_template_kwargs and reasoning_effort come before them.",
     )
+    reasoning_effort_budgets: Annotated[dict[Effort, Annotated[int, Field(ge=0, lt=2**32)]], NoDecode] = (
+        Field(
+            {},
+            description="JSON with the most tokens of a thought by the effort that a request asks for, for example"
+            ' {"low": 1024, "medium": 8192}. A request\'s thinking_token_budget or budget_tokens comes before them;'
+            " efforts that are not named have no limit.",
+        )
+    )
     enable_log_requests: bool = Field(
         False, description="Log each request's parameters and number of tokens; its texts are never logged."
     )
@@ -392,13 +404,18 @@ class Settings(CallSecuritySettings, SecuritySettings):
     )
     disable_fastapi_docs: bool = Field(False, description="Do not serve /docs, /redoc and /openapi.json.")
 
-    @field_validator("default_chat_template_kwargs", mode="before")
+    @field_validator("default_chat_template_kwargs", "reasoning_effort_budgets", mode="before")
     @classmethod
-    def _is_object(cls, value: object) -> object:
+    def _is_object(cls, value: object, info: ValidationInfo) -> object:
         try:
             return json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ValueError('must be JSON, for example {"enable_thinking": false}') from error
+            own = (
+                '{"low": 1024}'
+                if info.field_name == "reasoning_effort_budgets"
+                else '{"enable_thinking": false}'
+            )
+            raise ValueError(f"must be JSON, for example {own}") from error
 
     @model_validator(mode="after")
     def _one_address(self) -> Self:

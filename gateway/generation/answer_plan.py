@@ -19,7 +19,15 @@ from gateway.parsers.events import (
 from gateway.parsers.formats import FORMATS, LIST, Format
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
-from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
+from gateway.parsers.reasoning import (
+    MARKERS,
+    TAIL_TOKENS,
+    THINK,
+    Marks,
+    Thinking,
+    ThinkParser,
+    thinking_at,
+)
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
@@ -251,7 +259,7 @@ class AnswerPlan:
         )
 
 
-class _ThinkingPlan(NamedTuple):
+class ThinkingPlan(NamedTuple):
     """How the thinking in front of an answer is read and allowed for."""
 
     parser: Callable[[], ToolParser] | None
@@ -260,6 +268,10 @@ class _ThinkingPlan(NamedTuple):
     """Texts shown to the parser; ``None``: any."""
     behind: Callable[[Tag, str], Tag]
     """Puts an answer's constraint after the thinking, if any. The text is the parameter, for errors."""
+    at: Thinking = Thinking.POSSIBLE
+    """Where the answer begins."""
+    marks: Marks | None = None
+    """The markers around the thinking; ``None``: they are not known."""
 
 
 class _CallPlan(NamedTuple):
@@ -281,7 +293,7 @@ def plan_answer(
         Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.
         InvalidArgument: if the constraint cannot be read, or contradicts the choice of tools.
     """
-    thinking = _plan_thinking(settings, served, prompt)
+    thinking = plan_thinking(settings, served, prompt)
     asked, param = body.constraint(), body.constraint_param
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if choice == "none" or not body.tools:
@@ -314,15 +326,16 @@ def plan_answer(
     )
 
 
-def _plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> _ThinkingPlan:
+def plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> ThinkingPlan:
+    """Plans the thinking in front of the answer to ``prompt``."""
     name, text = settings.reasoning_parser, served.text
     if name == "none" or (name == "auto" and not text.thinks):
-        return _ThinkingPlan(None, frozenset(), lambda tag, _: tag)
+        return ThinkingPlan(None, frozenset(), lambda tag, _: tag)
     if name.startswith(VLLM_PREFIX):
         parser = partial(vllm_parsers.reasoning_parser, name, text, prompt)
-        return _ThinkingPlan(parser, None, lambda tag, param: _behind_vllm(parser(), name, tag, param))
+        return ThinkingPlan(parser, None, lambda tag, param: _behind_vllm(parser(), name, tag, param))
     at = thinking_at(text.decode(prompt[-TAIL_TOKENS:]), always=name == "deepseek_r1")
-    return _ThinkingPlan(lambda: ThinkParser(at), MARKERS, lambda tag, _: behind_thinking(at, tag))
+    return ThinkingPlan(lambda: ThinkParser(at), MARKERS, lambda tag, _: behind_thinking(at, tag), at, THINK)
 
 
 def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
@@ -349,7 +362,7 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
     return Callee(tool.function.name, (tool.function.parameters or {}) if strict else _ANY_OBJECT)
 
 
-def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
+def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: ThinkingPlan) -> _CallPlan:
     """Plans an answer of calls alone: of any tool, or a single call of the named tool.
 
     A response format is for the answer's content, of which there is none. Agents send both with every turn.
@@ -382,7 +395,7 @@ def _plan_optional(
     form: str | None,
     served: ServedModel,
     body: ChatCompletionRequest,
-    thinking: _ThinkingPlan,
+    thinking: ThinkingPlan,
     asked: pb.StructuredOutput | None,
 ) -> _CallPlan:
     """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""

@@ -1,7 +1,7 @@
 """From request bodies to prompts and wire requests, with the checks possible without a scheduler."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -315,15 +315,24 @@ def sampling_of(
     return params
 
 
-def _within_context(
-    served: ServedModel, body: SamplingRequest, sampling: pb.SamplingParams, num_prompt: int
+def _for_prompt(
+    served: ServedModel,
+    body: SamplingRequest,
+    sampling: pb.SamplingParams,
+    num_prompt: int,
+    budget: pb.ThinkingBudget | None,
 ) -> pb.SamplingParams:
     """Returns the parameters for a prompt: the model's recommended length counts as far as it fits."""
-    if body.output_limit is not None or not sampling.max_tokens:
+    is_recommended = body.output_limit is None and bool(sampling.max_tokens)
+    if not is_recommended and budget is None:
         return sampling
     own = pb.SamplingParams()
     own.CopyFrom(sampling)
-    own.max_tokens = max(body.min_tokens, min(sampling.max_tokens, served.model.max_model_len - num_prompt))
+    if is_recommended:
+        room = served.model.max_model_len - num_prompt
+        own.max_tokens = max(body.min_tokens, min(sampling.max_tokens, room))
+    if budget is not None:
+        own.thinking_budget.CopyFrom(budget)
     return own
 
 
@@ -340,8 +349,11 @@ def generate_requests(
     account: Account = NO_ACCOUNT,
     bad_words: Sequence[Sequence[int]] = (),
     constraint: pb.StructuredOutput | None = None,
+    budget: Callable[[Sequence[int]], pb.ThinkingBudget | None] = lambda _: None,
 ) -> list[inference.GenerateRequest]:
     """Returns a wire request per prompt; several append their index to ``request_id``.
+
+    ``budget`` returns the budget of thinking for a prompt.
 
     Raises:
         InvalidArgument: if a prompt cannot run, or a token id is beyond the vocabulary.
@@ -361,7 +373,7 @@ def generate_requests(
         inference.GenerateRequest(
             request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
             prompt_token_ids=prompt,
-            sampling=_within_context(served, body, sampling, len(prompt)),
+            sampling=_for_prompt(served, body, sampling, len(prompt), budget(prompt)),
             n=body.n if body.n > 1 else None,
             priority=account.priority,
             tenant=account.tenant,

@@ -22,6 +22,7 @@ from gateway.generation.request_builder import (
 )
 from gateway.generation.sequence_text import Reporter
 from gateway.generation.streaming import Answer, AnswerHead, ResponseWriter, while_client_waits
+from gateway.generation.thinking_budget import thinking_budget
 from gateway.http.bodies import BodyLimits
 from gateway.http.middleware import note, pass_on
 from gateway.metrics import Metrics, SharedMetrics
@@ -250,7 +251,14 @@ async def _wire_requests(
     def make() -> list[inference.GenerateRequest]:
         words = bad_word_tokens(served.text, body.bad_words)
         return generate_requests(
-            served, body, prompts, wire_id, account=account, bad_words=words, constraint=constraint
+            served,
+            body,
+            prompts,
+            wire_id,
+            account=account,
+            bad_words=words,
+            constraint=constraint,
+            budget=partial(thinking_budget, context.settings, served, body),
         )
 
     # Every prompt has its own copy of the parameters.

@@ -5,7 +5,7 @@ Validated parts of bodies are not validated again.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import orjson
 from starlette.requests import Request
@@ -56,6 +56,8 @@ _BILLING: Final = "x-anthropic-billing-header"
 class ConvertedRequest(ChatCompletionRequest):
     """A chat request with the parameter names of Anthropic's API."""
 
+    budget_is_a_hint: ClassVar[bool] = True
+
     @property
     def constraint_param(self) -> str:
         """The parameter that constrains the answer."""
@@ -92,7 +94,10 @@ def to_chat(body: PromptRequest, template: ChatTemplate | None) -> ConvertedRequ
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
+    thinking = body.thinking
+    enabled = thinking is not None and thinking.type == "enabled"
     return {
+        "thinking_token_budget": thinking.budget_tokens if thinking and enabled else None,
         "max_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,

@@ -300,7 +300,10 @@ class ThinkingConfig(RequestModel):
         " others leave it to the template."
     )
     budget_tokens: int | None = Field(
-        None, ge=0, le=UINT32_MAX, description="Ignored: max_tokens bounds thinking and answer."
+        None,
+        ge=0,
+        le=UINT32_MAX,
+        description="Most tokens of a thought, with the type enabled. 0: none. Models that do not think ignore it.",
     )
     display: str | None = Field(
         None, max_length=64, description="omitted: the answer has thinking blocks without text."

@@ -16,7 +16,7 @@ from gateway.generation.sequence_text import ChatToken
 from gateway.responses_api.input_items import InputItems
 from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.chat import TEMPLATE_UNSERVED
-from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, Effort, SamplingRequest, StreamOptions
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
 from gateway.schemas.tools import (
     INPUT_SCHEMA,
@@ -274,8 +274,10 @@ class TextOptions(RequestModel):
 class ReasoningOptions(RequestModel):
     """Options of the model's thinking."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the model's chat template, which may not read it."
+    effort: Effort | None = Field(
+        None,
+        description="For the model's chat template, which may not read it, and for the budgets of"
+        " --reasoning-effort-budgets.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Ignored: the answer has the thinking itself."

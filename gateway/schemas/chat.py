@@ -1,12 +1,12 @@
 """The body of ``/v1/chat/completions``."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, ignore, quote
-from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, Effort, SamplingRequest
 from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCalls, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
@@ -191,10 +191,10 @@ class TemplateInput(RequestModel):
         description="Texts that the model may refer to, for templates that show them; usually with `title`"
         " and `text`.",
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None,
         description="How much to think, for templates with a variable `reasoning_effort` or"
-        " `enable_thinking` (off with none).",
+        " `enable_thinking` (off with none), and for the budgets of --reasoning-effort-budgets.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the chat template."
@@ -245,6 +245,11 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         le=limits.MAX_LOGPROBS,
         description="Also report this many of the likeliest tokens in each place.",
     )
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think; ``None``: the request does not say."""
+        return self.reasoning_effort
 
     @property
     def num_logprobs(self) -> int | None:

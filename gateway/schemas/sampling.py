@@ -5,7 +5,7 @@ passed on; the scheduler knows whether the workers support them.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -18,6 +18,9 @@ MAX_BAD_WORDS: Final = limits.MAX_BAD_WORDS // 2
 """Each word becomes up to two token sequences: at the start of a text, and after a space."""
 
 UINT32_MAX: Final = 2**32 - 1
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much to think."""
 
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 
@@ -111,7 +114,6 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "prompt_embeds": Unserved((), "send the prompt as text or as token ids"),
     "repetition_detection": Unserved(),
     "watermarking": Unserved((False,)),
-    "thinking_token_budget": Unserved((-1,)),
     "kv_transfer_params": Unserved(),
     "vllm_xargs": Unserved(({},)),
 }
@@ -122,6 +124,8 @@ class SamplingRequest(RequestModel):
 
     prompt_param: ClassVar[str] = "prompt"
     """The client's name for the prompt, in errors."""
+    budget_is_a_hint: ClassVar[bool] = False
+    """Whether a model that does not think may ignore ``thinking_token_budget``."""
 
     model: ModelName = Field(None, description="A name from /v1/models; omitted: the served model.")
     temperature: float | None = in_bounds(
@@ -201,6 +205,13 @@ class SamplingRequest(RequestModel):
     include_stop_str_in_output: bool = Field(
         False, description="Keep the stop string at the end of the answer."
     )
+    thinking_token_budget: int | None = Field(
+        None,
+        ge=-1,
+        le=UINT32_MAX,
+        description="Most tokens of a thought of the model; then its end is written, and the answer follows. 0:"
+        " it ends at once; -1: no limit, whatever the effort says.",
+    )
     ignore_eos: bool = False
     skip_special_tokens: bool = Field(True, description="Omit special tokens from the text.")
     spaces_between_special_tokens: bool = Field(
@@ -244,6 +255,11 @@ class SamplingRequest(RequestModel):
         if formats is not None and formats.type != "text" and self.structured_outputs is not None:
             raise ValueError("response_format and structured_outputs both constrain the answer; send one")
         return self
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think; ``None``: the request does not say."""
+        return None
 
     @property
     def constrained(self) -> bool:

@@ -353,3 +353,26 @@ def tool_format(template: ChatTemplate | None) -> str | None:
 def thinks(template: ChatTemplate | None) -> bool:
     """Whether ``template`` handles thinking between ``<think>`` and ``</think>``."""
     return template is not None and _THINKING_END in template.source
+
+
+_THOUGHT: Final = "probed thought"
+_ANSWER: Final = "probed answer"
+_PROBED_TURNS: Final[list[dict[str, Any]]] = [
+    {"role": "user", "content": "probe"},
+    {"role": "assistant", "content": _ANSWER, "reasoning": _THOUGHT, "reasoning_content": _THOUGHT},
+]
+
+
+@functools.lru_cache(_MAX_KEPT)
+def end_of_thoughts(template: ChatTemplate | None, end: str) -> str:
+    """Returns the text that ``template`` writes between a thought and its answer, else ``end``."""
+    if template is None:
+        return end
+    try:
+        text = template.render(_PROBED_TURNS, add_generation_prompt=False)
+    except InvalidArgument:
+        return end
+    _, _, after = text.partition(_THOUGHT)
+    between, answer, _ = after.partition(_ANSWER)
+    # Anything else is not for the model to write.
+    return between if answer and between.strip() == end.strip() else end

@@ -70,6 +70,7 @@ ARGUMENTS = {
     "allowed_methods": ["--allowed-methods", "GET", "POST"],
     "chat_template": ["--chat-template={{ messages }}"],
     "default_chat_template_kwargs": ['--default-chat-template-kwargs={"enable_thinking": false}'],
+    "reasoning_effort_budgets": ['--reasoning-effort-budgets={"low": 1024}'],
     "otlp_traces_endpoint": ["--otlp-traces-endpoint=http://127.0.0.1:4317"],
     "max_logprobs": ["--max-logprobs=5"],
     "max_total_body_bytes": ["--max-total-body-bytes=33554432"],

@@ -76,7 +76,7 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
     ("make", "name", "neutral", "other"),
     [
         *((make, *row) for make in (chat, completion) for row in (
-            ("best_of", 1, 3), ("use_beam_search", False, True), ("thinking_token_budget", -1, 5),
+            ("best_of", 1, 3), ("use_beam_search", False, True),
             ("guided_json", None, {"type": "object"}), ("prompt_embeds", None, "AAAA"),
         )),
         (chat, "functions", [], [{}]), (chat, "function_call", "auto", {"name": "f"}), (chat, "echo", False, True),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate, tool_format
+from gateway.text.chat_template import ChatTemplate, end_of_thoughts, tool_format
 from gateway.text.tokenization import TextCodec
-from tests.support.gateway.tool_templates import TEMPLATES, folder_with
+from tests.support.gateway.tool_templates import TEMPLATES, THINKING, folder_with
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -30,6 +30,21 @@ def test_a_template_shows_its_format(name: str) -> None:
 def test_other_templates_show_no_format(source: str) -> None:
     """An unknown format is not guessed: a wrong guess would lose calls."""
     assert tool_format(ChatTemplate(source, {})) is None
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (THINKING, "\n</think>\n\n"),
+        ("{% for m in messages %}{{ m.reasoning }}</think>{{ m.content }}{% endfor %}", "</think>"),
+        # Thoughts that are dropped, or joined by more than an end.
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "</think>"),
+        ("{% for m in messages %}{{ m.reasoning }}</think>So: {{ m.content }}{% endfor %}", "</think>"),
+        ("{{ raise_exception('no') }}", "</think>"),
+    ],
+)
+def test_a_thought_ends_as_the_template_ends_it(source: str, end: str) -> None:
+    assert end_of_thoughts(ChatTemplate(source, {}), "</think>") == end
 
 
 def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
