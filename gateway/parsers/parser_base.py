@@ -24,10 +24,10 @@ def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 def undecided(text: str, marker: str) -> int:
     """Returns the length of the longest tail of ``text`` that begins ``marker`` without completing it."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 State: TypeAlias = Callable[[list[Event]], bool]
