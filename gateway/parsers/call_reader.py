@@ -15,6 +15,13 @@ _BLANKS: Final = " \t\n\r"
 MAX_NAME: Final = 256
 
 
+def match_end(pattern: re.Pattern[str], text: str, at: int = 0) -> int:
+    """Returns the position after the characters of ``pattern``, a repetition of any length."""
+    match = pattern.match(text, at)
+    assert match is not None
+    return match.end()
+
+
 class Marker:
     """A text around calls: white space in it is optional, and ``{0}`` or ``{1}`` stands for any number."""
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker
+from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
 from gateway.parsers.events import CallCounter, Event
 from gateway.parsers.formats import NamedJson
 from gateway.parsers.json_scan import ValueScanner
@@ -49,7 +49,7 @@ class NamedCall(CallReader):
     def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = _NAME.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = match_end(_NAME, self._rest)
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         self._called = self._rest[:end].removeprefix(self._form.prefix)
@@ -70,7 +70,7 @@ class NamedCall(CallReader):
         return True
 
     def _in_id(self, _: list[Event]) -> bool:
-        end = _ID.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = match_end(_ID, self._rest)
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         if not 0 < end <= MAX_NAME:

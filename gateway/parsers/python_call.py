@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader
+from gateway.parsers.call_reader import MAX_NAME, CallReader, match_end
 from gateway.parsers.events import CallCounter, Event
 from gateway.parsers.formats import Python
 from gateway.parsers.values import Schema
@@ -51,7 +51,7 @@ class PythonCall(CallReader):
     def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = _NAME.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = match_end(_NAME, self._rest)
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         name = self._rest[:end]
@@ -78,7 +78,7 @@ class PythonCall(CallReader):
 
     def _outside(self, at: int) -> int:
         """Returns the position after the next piece of text outside strings; ``at`` if it is incomplete."""
-        end = _PLAIN.match(self._rest, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = match_end(_PLAIN, self._rest, at)
         char = self._rest[end : end + 1]
         match char:
             case "":
@@ -106,7 +106,7 @@ class PythonCall(CallReader):
         return at + len(self._quotes)
 
     def _in_string(self, at: int) -> int:
-        end = _IN_STRING[self._quotes[0]].match(self._rest, at).end()  # type: ignore[union-attr]  # as above
+        end = match_end(_IN_STRING[self._quotes[0]], self._rest, at)
         if self._rest.startswith("\\", end):
             return end + 2 if end + 2 <= len(self._rest) else end
         if self._rest.startswith(self._quotes, end):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker
+from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
 from gateway.parsers.events import CallCounter, Event
 from gateway.parsers.formats import Tagged
 from gateway.parsers.json_scan import is_value
@@ -55,7 +55,7 @@ class TaggedCall(CallReader):
     def _name(self, out: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = _NAME.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
+        end = match_end(_NAME, self._rest)
         if end == len(self._rest) and end <= MAX_NAME:
             return False
         name = self._rest[:end]
