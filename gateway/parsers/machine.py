@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from gateway.parsers.call_reader import CallReader, Marker
+from gateway.parsers.elements_call import ElementsCall
 from gateway.parsers.events import CallCounter, Event, Text, call_id, short_call_id
 from gateway.parsers.formats import (
     CallForm,
@@ -21,6 +22,7 @@ from gateway.parsers.formats import (
     Tagged,
 )
 from gateway.parsers.json_call import JsonCall
+from gateway.parsers.loose_call import LooseCall
 from gateway.parsers.named_call import NamedCall
 from gateway.parsers.parser_base import ParserBase, split_at
 from gateway.parsers.python_call import PythonCall
@@ -173,8 +175,10 @@ class CallParser(ParserBase):
                 return TaggedCall(call, counter, schema=schema, accept=accept, before=before, ends=ends)
             case Python():
                 return PythonCall(call, counter, schema=schema, accept=accept, before=before)
-            case LooseObject() | Elements():
-                raise NotImplementedError
+            case LooseObject():
+                return LooseCall(call, counter, schema=schema, accept=accept, before=before)
+            case Elements():
+                return ElementsCall(call, counter, schema=schema, accept=accept, before=before)
 
     def _in_call(self, out: list[Event]) -> bool:
         reader = self._reader

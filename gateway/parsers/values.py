@@ -41,6 +41,25 @@ def _property(schema: Schema, name: str, root: Schema, depth: int) -> Schema:
     return others if isinstance(others, Mapping) else None
 
 
+def item_schema(schema: Schema, root: Schema) -> Schema:
+    """Returns the schema of items of arrays of ``schema``; ``None`` if unknown.
+
+    Args:
+        schema: a schema of arrays; it may refer to others.
+        root: the whole document, in which references are looked up.
+    """
+    return _items(schema, root, 0)
+
+
+def _items(schema: Schema, root: Schema, depth: int) -> Schema:
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return None
+    if isinstance(items := schema.get("items"), Mapping):
+        return items
+    found = (_items(part, root, depth + 1) for part in _parts(schema, root))
+    return next((inner for inner in found if inner is not None), None)
+
+
 def _parts(schema: Mapping[str, Any], root: Schema) -> list[Schema]:
     """Returns the schemas that ``schema`` consists of: its target and its alternatives."""
     parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]

@@ -35,15 +35,12 @@ WORDS = [
     "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", '<invoke name="f">', "</invoke>", '<parameter name="a">',
+    "<|tool_call>call:f{", '<|"|>', "a:", "<tool_call|>", "]<]minimax[>[", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">', "<a>", "</a>", "</",
     '{"name": "f", "arguments": {"q": "<tool_call></tool_call>[TOOL_CALLS]"}}', "<tool_call>\n", "\n</tool_call>", '{"name": "f"}', "'", "=",
 ]  # fmt: skip
 
 PARSERS: dict[str, Callable[[], events.ToolParser]] = {
-    **{
-        name: partial(CallParser, form, NAMES)
-        for name, form in FORMATS.items()
-        if name not in ("gemma4", "minimax_m3")
-    },
+    **{name: partial(CallParser, form, NAMES) for name, form in FORMATS.items()},
     "list": lambda: CallParser(LIST, NAMES),
     "named": lambda: NamedToolParser(events.call_id, "f"),
 }
