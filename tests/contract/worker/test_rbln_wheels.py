@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.rbln.vendor_packages import FAKES
-from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, IndexUnreachable, Wheel
+from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, Wheel
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.bound_graph import CallRecorder
 from worker_svc.devices.rbln.device import RblnDevice
@@ -33,10 +33,7 @@ AS_INFORMATION = pytest.mark.xfail(reason="a pre-release tells what the next rel
     scope="module", params=[*VERSIONS, *(pytest.param(each, marks=AS_INFORMATION) for each in PRE_RELEASES)]
 )
 def wheel(request: pytest.FixtureRequest) -> Wheel:
-    try:
-        return Wheel(request.param)
-    except IndexUnreachable as error:
-        pytest.skip(f"the package index that has vllm-rbln {request.param} cannot be reached: {error}")
+    return Wheel(request.param)
 
 
 def is_newest(wheel: Wheel) -> bool:

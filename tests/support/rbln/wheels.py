@@ -30,6 +30,8 @@ CHECKSUMS = {
 _UNREACHABLE = (
     "NewConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "NameResolutionError", "SSLError",
 )  # fmt: skip
+# The message of a failed download: this process asks no index again.
+_faults: list[str] = []
 _DECORATORS = ("triton_op", "custom_op", "register_fake")
 
 
@@ -47,6 +49,8 @@ def download(name: str, version: str) -> Path:
     python = f"{sys.version_info.major}{sys.version_info.minor}"
     pattern = f"{name.replace('-', '_')}-{version}-[pc][yp]{python if name == 'torch-rbln' else '3'}-*.whl"
     if not (found := [*CACHE.glob(pattern)]):
+        if _faults:
+            raise IndexUnreachable(_faults[0])
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             done = subprocess.run(
@@ -57,7 +61,8 @@ def download(name: str, version: str) -> Path:
                 check=False, capture_output=True, text=True, timeout=100,
             )  # fmt: skip
             if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
-                raise IndexUnreachable(done.stderr.strip().splitlines()[-1])
+                _faults.append(done.stderr.strip().splitlines()[-1])
+                raise IndexUnreachable(_faults[0])
             assert done.returncode == 0, done.stderr
             found = [wheel.replace(CACHE / wheel.name) for wheel in Path(folder).glob(pattern)]
     return found[0]
