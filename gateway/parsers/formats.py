@@ -52,8 +52,6 @@ class Tagged:
     json_key_ends: tuple[str, ...] = ()
     """Other texts in place of ``key_end``, after which the value is JSON whatever the schema says; then
     ``key_end`` announces plain text."""
-    always_text: bool = False
-    """Whether all values are texts, whatever the schema says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +190,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             "</seed:tool_call>",
         ),
         "mimo": _functions(
-            Tagged(
-                name_end=">\n", key="<parameter=", key_end=">", value_end="</parameter>\n", always_text=True
-            ),
+            Tagged(name_end=">\n", key="<parameter=", key_end=">", value_end="</parameter>\n"),
             "<tool_call>",
             "</tool_call>",
         ),

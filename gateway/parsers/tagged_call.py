@@ -114,7 +114,7 @@ class TaggedCall(CallReader):
         self._emit((", " if self._has_keys else "") + quoted(key) + ": ", out)
         self._has_keys, self._text_begun, self._searched = True, False, 0
         self._is_json = marker is not self._key_ends[0]
-        if self._form.always_text or (self._form.json_key_ends and not self._is_json):
+        if self._form.json_key_ends and not self._is_json:
             self._allowed = _TEXT
         else:
             self._allowed = types(property_schema(self._root, key, self._root), self._root)

@@ -46,7 +46,7 @@ TEXTS: dict[str, tuple[str, str | None, list[tuple[str, str]]]] = {
     "mimo": (
         "<tool_call>\n<function=f>\n<parameter=n>5</parameter>\n</function>\n</tool_call>",
         None,
-        [("f", '{"n": "5"}')],
+        [("f", '{"n": 5}')],
     ),
     "glm45": (
         (
