@@ -206,6 +206,28 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
     assert tokens(await run(steps, step=3, release=[1])) == {}
 
 
+async def test_a_thought_ends_within_steps_in_flight(steps: Steps) -> None:
+    """A budget counts the output of an earlier admission; its neighbour is not disturbed."""
+    budget = common_pb2.ThinkingBudget(tokens=6, open=True, end_ids=[9], close_ids=[8, 9, 10])
+    thinks = common_pb2.SamplingParams(temperature=0, thinking_budget=budget)
+    free: dict[int, list[int]] = {}
+    for known in ([], [11, 12, 13, 14], [11, 12, 13, 14, 15, 16, 8]):
+        begun = admission(1, [*PROMPT, *known], [4], sampling=thinks)
+        begun.num_prompt_tokens = len(PROMPT)
+        await run(steps, step=1, admit=[admission(0, PROMPT, [3])], prefill=prefill(0, 0, 5))
+        first = tokens(await run(steps, step=2, admit=[begun], prefill=prefill(1, 0, 5 + len(known))))[1]
+        for step in (3, 4):
+            both = worker_pb2.Decode(slots=[0, 1], bucket=2, steps=4, steps_per_result=4)
+            await steps.write(worker_pb2.StepPlan(step=step, decode=both))
+        written = [token for _ in range(2) for token in (await steps.read()).token_ids]
+        free.setdefault(0, written[::2])
+        assert written[::2] == free[0], "of a slot without a budget"
+        whole = [*known, *first, *written[1::2]]
+        assert whole[6:9] == [8, 9, 10]
+        assert 9 not in whole[:6]
+        await run(steps, step=5, release=[0, 1])
+
+
 async def test_the_end_of_a_stream_frees_every_slot(stub: "worker_pb2_grpc.WorkerAsyncStub") -> None:
     """A new stream starts with free slots, even after a cancelled one; a second open stream is refused."""
     await configure(stub, SIZES)
