@@ -97,7 +97,9 @@ def _compile(settings: CompileSettings) -> str:
     folder = worker_settings.cache_folder(worker.device.name)
     assert folder is not None
     CompileCache(folder).begin({}).rmdir()  # refuses a folder that cannot be written, as a worker does not
-    request = _configuration(settings, worker)
+    scheduler = load(SchedulerSettings, scheduler_flags(settings))
+    _check_num_blocks(scheduler, worker_settings, worker)
+    request = configuration(scheduler, worker, settings.model)
     seconds = _run(worker, request)
     if worker.code_folder is None:
         return "nothing to keep: at this level graphs use the device's own kernels (-O 2 generates code)"
@@ -106,16 +108,21 @@ def _compile(settings: CompileSettings) -> str:
     return f"{worker.num_compiled} pieces compiled in {seconds:.1f} s; kept in {worker.code_folder}"
 
 
-def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":
-    """Returns the configuration that a scheduler with the same flags would send."""
-    scheduler = load(SchedulerSettings, scheduler_flags(settings))
-    layout, is_generating = worker.layout, worker.description.pooling is None
-    if is_generating and layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler.num_blocks:
-        raise ConfigurationRefused(
-            f"code for device {worker.device.name} depends on the number of blocks, which the stages of a pipeline"
-            " agree on when they start; set --num-blocks, and use it with `triptych up`, too"
-        )
-    return configuration(scheduler, worker, settings.model)
+def _check_num_blocks(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Worker") -> None:
+    """Refuses to compile code for another number of blocks than a start would have."""
+    device = worker.device
+    if worker.description.pooling is not None or not device.caches_are_inputs or scheduler.num_blocks:
+        return
+    if worker.layout.pipeline > 1:
+        origin, flags = "the stages of a pipeline agree on when they start", "--num-blocks"
+    elif settings.compile_only and settings.kv_memory_on(device.name) is None:
+        origin, flags = "follows from the memory of the absent NPU", "--num-blocks or --kv-memory"
+    else:
+        return
+    raise ConfigurationRefused(
+        f"code for device {device.name} depends on the number of blocks, which {origin};"
+        f" set {flags}, and use it with `triptych up`, too"
+    )
 
 
 def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:

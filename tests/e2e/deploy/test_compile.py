@@ -180,22 +180,22 @@ def test_ranks_start_from_compiled_code(split: str, device: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_npus_needs_the_number_of_blocks(tiny: Path, tmp_path: Path) -> None:
-    """Otherwise its code would be for a number that the stages do not agree on."""
-    flags = (
-        "--pipeline-parallel-size",
-        "2",
-        "--max-num-seqs",
-        "2",
-        "--rank",
-        "0",
-        *NPU[:6],
-        "--rbln-backend",
-        "rbln-check",
-    )
-    done = run_compile(tiny, tmp_path, *flags)
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        (("--pipeline-parallel-size", "2", "--rank", "0"), "set --num-blocks,"),
+        (("--compile-only",), "set --num-blocks or --kv-memory,"),
+    ],
+)
+def test_an_unknown_number_of_blocks_is_refused(
+    flags: Sequence[str], advice: str, tiny: Path, tmp_path: Path
+) -> None:
+    """It follows from all stages of a pipeline, or from the memory of an NPU that is absent."""
+    npu = (*NPU[:6], "--rbln-backend", "rbln-check")
+    done = run_compile(tiny, tmp_path, "--max-num-seqs", "2", *npu, *flags)
     assert done.returncode == 2
-    assert "set --num-blocks, and use it with `triptych up`, too" in done.stderr.splitlines()[-1]
+    assert f"{advice} and use it with `triptych up`, too" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
