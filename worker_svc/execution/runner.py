@@ -377,7 +377,7 @@ class Runner:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
             selection = self._row_selection(signature, rows)
         first = self._stage.padding(tokens)
-        self.graphs.build(signature, first, positions, self._plans(inputs), *selection)
+        self.graphs.build(signature, first, positions, self._plans(signature, inputs), *selection)
         is_captured = self._device.captures and self.graphs.has(signature)
         if signature.kind == "prefill":
             self._chunks[signature] = (
@@ -448,14 +448,13 @@ class Runner:
         rows = torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
         return [rows] if self._stage.layout.is_first_stage else [rows, self._stage.padding(rows)]
 
-    def _plans(self, inputs: Sequence[StepInput]) -> dict[str, Any]:
-        """Returns the attention metadata of each layer."""
-        return self._model.attention_plans(
-            [
-                (names, self._device.plan(group, self._shapes.block_size, step))
-                for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
-            ]
-        )
+    def _plans(self, signature: GraphSignature, inputs: Sequence[StepInput]) -> dict[str, Any]:
+        """Returns the attention metadata of each layer, unless the graph reads the device's own."""
+        plans = [
+            (names, self._device.plan(group, self._shapes.block_size, step))
+            for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
+        ]
+        return self._model.attention_plans(plans) if self.graphs.takes_plans(signature) else {}
 
     def _forward(
         self,
@@ -465,7 +464,7 @@ class Runner:
         inputs: Sequence[StepInput],
         *selection: torch.Tensor,
     ) -> torch.Tensor:
-        return self.graphs.run(signature, tokens, positions, self._plans(inputs), *selection)
+        return self.graphs.run(signature, tokens, positions, self._plans(signature, inputs), *selection)
 
 
 def _prefill(bucket: int, *, adapters: bool) -> GraphSignature:

@@ -191,6 +191,10 @@ class GraphRunner:
         """Whether the signature has a graph."""
         return self._graphs.get(signature) is not None
 
+    def takes_plans(self, signature: GraphSignature) -> bool:
+        """Whether a step of the signature reads its plans by layer, or where the device wrote them."""
+        return not isinstance(self._graphs.get(signature), DeviceGraph)
+
     def is_exact(self, signature: GraphSignature) -> bool:
         """Whether there is a graph with results independent of the partition into steps."""
         graph = self._graphs.get(signature)

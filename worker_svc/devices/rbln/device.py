@@ -170,8 +170,9 @@ class RblnDevice(Device):
         self._compiled: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {}
         # By function, shapes and types.
         self._bound: dict[Hashable, Callable[..., torch.Tensor]] = {}
-        # Where graphs read the plans of steps: by group, field and shape.
-        self._plan_buffers: dict[Hashable, torch.Tensor] = {}
+        # Where graphs read the plans of steps: by group and shape, and masks by kind of layer and shape.
+        self._plans: dict[Hashable, RblnPlan] = {}
+        self._masks: dict[Hashable, RowsPlan] = {}
         self._scales: dict[float, torch.Tensor] = {}
         self._forms: dict[str, CallForm] = {}
 
@@ -241,7 +242,8 @@ class RblnDevice(Device):
         self._kv_memory = None
         self._vendor.forget_graphs()
         self.backend.graphs.clear()
-        self._plan_buffers.clear()
+        self._plans.clear()
+        self._masks.clear()
         self._forget_code()
 
     def _forget_code(self) -> None:
@@ -281,13 +283,6 @@ class RblnDevice(Device):
         """Returns memory from which graphs read an input of all steps."""
         with torch.inference_mode(False):  # so that steps can write it in any mode
             return torch.empty(shape, dtype=dtype, device="rbln" if self._has_tensors else "cpu")
-
-    def _staged(self, key: Hashable, plan: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copies a host tensor of a plan to where graphs read it."""
-        whole = key, plan.shape
-        if whole not in self._plan_buffers:
-            self._plan_buffers[whole] = self._buffer(plan.shape, dtype)
-        return self._plan_buffers[whole].copy_(plan)
 
     def check_attention(self, params: AttentionParams) -> None:
         unserved = {
@@ -460,32 +455,43 @@ class RblnDevice(Device):
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002
         table = step.block_table
-        rows = table.shape[0]
-
-        query_len = step.query_len if isinstance(step, InPlaceInput) else step.slot_mapping.shape[0] // rows
-        prefill = query_len > 1
-
-        def placed(field: str, integers: torch.Tensor, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return self._staged((group.group_id, query_len, field), integers, dtype)
-
+        query_len = (
+            step.query_len if isinstance(step, InPlaceInput) else step.slot_mapping.shape[0] // table.shape[0]
+        )
+        key = group.group_id, group.kind, group.window, query_len, table.shape
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._new_plan(group, step, query_len)
+        plan.block_tables.copy_(table if query_len == 1 else table[0])
         if isinstance(step, InPlaceInput):
-            return RblnPlan(
-                operator=self._known(f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"),
-                rows=rows,
-                query_len=query_len,
-                is_sorted=self.sorts_rows,
-                block_tables=placed("block_tables", table[0] if prefill else table),
-                cache_seq_len=placed("cache_seq_len", step.cache_seq_len),
-                # The kernels skip rows that end at 0.
-                cache_offset=placed("cache_offset", step.cache_offset.masked_fill(table == NULL_BLOCK, 0)),
-            )
+            assert plan.cache_seq_len is not None
+            assert plan.cache_offset is not None
+            plan.cache_seq_len.copy_(step.cache_seq_len)
+            # The kernels skip rows that end at 0.
+            plan.cache_offset.copy_(step.cache_offset.masked_fill(table == NULL_BLOCK, 0))
+        else:
+            assert plan.seq_idx is not None
+            plan.seq_idx.copy_(_start(step, query_len))
+        return plan
+
+    def _new_plan(self, group: KvGroup, step: StepInput, query_len: int) -> RblnPlan:
+        """Returns a plan without contents."""
+        rows, partitions = shape = step.block_table.shape
+        prefill, is_in_place = query_len > 1, isinstance(step, InPlaceInput)
+        if is_in_place:
+            operator = self._known(f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}")
+        else:
+            operator = self._paged_operator(group, partitions, prefill=prefill)
+        by_row = (rows, 1)
         return RblnPlan(
-            operator=self._paged_operator(group, table.shape[1], prefill=prefill),
+            operator=operator,
             rows=rows,
             query_len=query_len,
             is_sorted=self.sorts_rows,
-            block_tables=placed("block_tables", table[0] if prefill else table),
-            seq_idx=placed("seq_idx", _start(step), self._positions),
+            block_tables=self._buffer((partitions,) if prefill else shape, torch.int32),
+            seq_idx=None if is_in_place else self._buffer(by_row, self._positions),
+            cache_seq_len=self._buffer(by_row, torch.int32) if is_in_place else None,
+            cache_offset=self._buffer(by_row, torch.int32) if is_in_place else None,
         )
 
     def _paged_operator(self, group: KvGroup, partitions: int, *, prefill: bool) -> str:
@@ -559,7 +565,11 @@ class RblnDevice(Device):
         seen = super().plan_rows(lengths, row_len, params).mask
         # Infinity would do on a host. A finite number never becomes NaN, whatever a compiler makes of it.
         hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        return RowsPlan(self._staged((params.causal, params.window), hidden, hidden.dtype))
+        key = params.causal, params.window, hidden.shape
+        if key not in self._masks:
+            self._masks[key] = RowsPlan(self._buffer(hidden.shape, hidden.dtype))
+        self._masks[key].mask.copy_(hidden)
+        return self._masks[key]
 
     def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
         """Two matrix products and a softmax, for heads of any size.
@@ -594,7 +604,7 @@ class RblnDevice(Device):
         return True
 
 
-def _start(step: PagedInput) -> torch.Tensor:
+def _start(step: PagedInput, query_len: int) -> torch.Tensor:
     """Returns the position of each row's first token, [rows, 1]."""
-    counts = step.query_start[1:] - step.query_start[:-1]
+    counts = 1 if query_len == 1 else step.query_start[1:] - step.query_start[:-1]
     return (step.seq_lens - counts)[:, None]

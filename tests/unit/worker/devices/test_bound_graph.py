@@ -2,19 +2,24 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
-from worker_svc.devices.attention import InPlaceInput
+from worker_svc.devices.attention import AttentionParams, InPlaceInput, PagedInput
 from worker_svc.devices.rbln.bound_graph import CallRecorder
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.shapes import AttentionLayer, KvGroup
 
 GROUP = KvGroup(0, (AttentionLayer("a", 4, 2, 32, 16, torch.float32),), GroupKind.IN_PLACE_WINDOW)
+FULL = KvGroup(0, (AttentionLayer("a", 4, 2, 32, 0, torch.float32),))
+PARAMS = AttentionParams(
+    num_heads=4, num_kv_heads=2, head_size=32, scale=1.0, window=0, softcap=0, writes=True
+)
 
 
 @pytest.fixture
@@ -106,9 +111,22 @@ def test_calls_keep_no_tensors(device: RblnDevice) -> None:
 
 @torch.inference_mode()
 def test_plans_of_other_steps_stay(device: RblnDevice) -> None:
-    """A chunk of one token's row and a decode step, and other tables, have tensors of their own."""
+    """A chunk and a decode step, groups of another kind, and layers that see more have plans of their own."""
     plans = [device.plan(GROUP, 16, each) for each in (step(4), step(5, query_len=8))]
     assert [each.cache_seq_len.tolist() for each in plans if each.cache_seq_len is not None] == [[[4]], [[5]]]
+    one = torch.ones(1, dtype=torch.int32)
+    paged = PagedInput(
+        6 * one, torch.arange(2, dtype=torch.int32), one[None], torch.ones(1, dtype=torch.int64), 1
+    )
+    full = device.plan(FULL, 16, paged)
+    assert full.seq_idx is not None
+    assert full.seq_idx.tolist() == [[5]]
+    assert plans[0].block_tables.tolist() == [[4]]
+    causal, bidirectional = (
+        device.plan_rows(torch.tensor([3]), 3, replace(PARAMS, causal=causal)) for causal in (True, False)
+    )
+    assert (causal.mask < 0).sum() == 3
+    assert not bidirectional.mask.any()
 
 
 @torch.inference_mode()

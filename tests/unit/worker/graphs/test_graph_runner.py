@@ -136,8 +136,10 @@ def test_a_device_with_its_own_compiler_is_counted_and_named() -> None:
             return device.compile(lambda tokens, places: compute(tokens, places, plans))(token_ids, positions)
 
     graphs = GraphRunner(Compiled(), device, GraphOptions(level=1), logits=lambda _: steps.append("logits"))
+    assert graphs.takes_plans(DECODE)
     graphs.build(DECODE, TOKENS, POSITIONS, {})
     assert [type(each) for each in steps] == [torch.Tensor, str]
+    assert not graphs.takes_plans(DECODE)
     assert (graphs.has(DECODE), graphs.num_compiled, list(graphs.build_times)) == (True, 1, [DECODE])
     assert graphs.run(DECODE, TOKENS, POSITIONS, {}).flatten().tolist() == [0, 4, 8, 12]
 
