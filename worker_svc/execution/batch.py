@@ -263,18 +263,19 @@ class Batch:
         `rows`, int64 [bucket], are the slots of the rows, including padding.
         """
         block_size, bucket = self._shapes.block_size, rows.shape[0]
-        positions = self._computed[rows]
-        tokens = self._tokens[rows, positions]
+        positions = self._computed.index_select(0, rows)
+        tokens = self._tokens.take(_places(self._tokens, rows, positions))
         seq_lens = (positions + 1).int()
-        blocks, offsets = (positions // block_size)[:, None], positions % block_size
+        blocks, offsets = positions // block_size, positions % block_size
         inputs: list[StepInput] = []
         for group, table in zip(self._groups, self._tables, strict=True):
-            tables = table[rows]
+            tables = table.index_select(0, rows)
             if group.kind is GroupKind.IN_PLACE_WINDOW:
                 before = positions.clamp(max=group.window).int()[:, None]
                 inputs.append(InPlaceInput(before, before + 1, tables, 1))
                 continue
-            slots = tables.gather(1, blocks)[:, 0].long() * block_size + offsets
+            block_ids = table.take(_places(table, rows, blocks))
+            slots = torch.add(offsets, block_ids, alpha=block_size)
             inputs.append(PagedInput(seq_lens, self._one_per_row[: bucket + 1], tables, slots, bucket))
         return tokens, positions, inputs
 
@@ -303,9 +304,9 @@ class Batch:
         Padded rows are rewritten with their own values.
         """
         real = rows != self.padding_row
-        computed = self._computed[rows] + real
-        self._computed[rows] = computed
-        self._tokens[rows, computed] = torch.where(real, tokens, 0)
+        computed = self._computed.index_select(0, rows) + real
+        self._computed.put_(rows, computed)
+        self._tokens.put_(_places(self._tokens, rows, computed), tokens * real)
         return ()
 
     def advance_decode(self, slots: Sequence[int]) -> None:
@@ -391,3 +392,8 @@ class Batch:
             if group.kind is not GroupKind.IN_PLACE_WINDOW or not counts[slot]:
                 room = min(room, counts[slot] * self._shapes.block_size)
         self._room[slot] = room
+
+
+def _places(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Returns the places of a table's entries in the flat table, int64 [rows]: cheaper than two indices."""
+    return torch.add(columns, rows, alpha=table.shape[1])
