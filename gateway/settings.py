@@ -14,10 +14,15 @@ from protos.limits import MAX_LOGPROBS
 from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import Group, MayBeEmpty, ServiceSettings
 
-TOOL_FORMATS: Final = (*FORMATS, *ALIASES)
+HARMONY: Final = "openai"
+"""The format of gpt-oss, for thinking and calls at once."""
+
+TOOL_FORMATS: Final = (*FORMATS, *ALIASES, HARMONY)
 """Names of formats of tool calls."""
 
-REASONING_FORMATS: Final = ("qwen3", "deepseek_r1")
+_HARMONY_NAMES: Final = ("openai_gptoss", "gpt_oss")
+
+REASONING_FORMATS: Final = ("qwen3", "deepseek_r1", *_HARMONY_NAMES)
 """Ways in which models mark their thinking."""
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -386,6 +391,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         "auto",
         description="How the model marks its thinking: auto (as its chat template shows), none, "
         "qwen3 (between <think> and </think>), deepseek_r1 (the same, but <think> may be missing), "
+        "openai_gptoss or gpt_oss (gpt-oss's channels, with their tool calls), "
         "or vllm:NAME for a parser of an installed vLLM.",
     )
 
@@ -434,9 +440,9 @@ class Settings(CallSecuritySettings, SecuritySettings):
     @field_validator("reasoning_parser")
     @classmethod
     def _is_reasoning_format(cls, value: str) -> str:
-        if value not in ("auto", "none", *REASONING_FORMATS) and not _VLLM_PARSER.fullmatch(value):
+        if value not in ("auto", "none", HARMONY, *REASONING_FORMATS) and not _VLLM_PARSER.fullmatch(value):
             raise ValueError(f"must be auto, none, {', '.join(REASONING_FORMATS)} or vllm:NAME")
-        return value
+        return HARMONY if value.removeprefix(VLLM_PREFIX) in _HARMONY_NAMES else value
 
     @field_validator("scheduler_address")
     @classmethod

@@ -17,6 +17,8 @@ from gateway.parsers.events import (
     merged,
 )
 from gateway.parsers.formats import FORMATS, LIST, Format
+from gateway.parsers.harmony import MARKERS as HARMONY_MARKERS
+from gateway.parsers.harmony import ROLE, START, HarmonyParser
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import (
@@ -31,8 +33,9 @@ from gateway.parsers.reasoning import (
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
-from gateway.settings import VLLM_PREFIX, Settings
-from gateway.tools import vllm_parsers
+from gateway.settings import HARMONY, VLLM_PREFIX, Settings
+from gateway.text.tokenization import TextCodec
+from gateway.tools import harmony, vllm_parsers
 from gateway.tools.formats import (
     LIST_SHAPE,
     SHAPES,
@@ -51,8 +54,8 @@ from protos.triptych.v1 import common_pb2 as pb
 class Trim:
     """Removes white space that only separates parts: around thinking, and before or after all calls.
 
-    Text on both sides of a call keeps the white space around it. An answer without thinking and calls stays
-    unchanged, to the last line break.
+    Text on both sides of a call or thought keeps the white space around it. An answer without thinking and
+    calls stays unchanged, to the last line break.
     """
 
     def __init__(self) -> None:
@@ -101,7 +104,7 @@ class Trim:
 
     def _enter(self, kind: type[Event]) -> None:
         """Begins a part; keeps or drops the white space before it."""
-        continues = self._part is CallStart and kind is Text and self._has_content
+        continues = self._part in (CallStart, Reasoning) and kind is Text and self._has_content
         # Thinking starts behind a marker. Content at the beginning of an answer keeps its white space.
         self._fresh = not continues and (self._part is not None or kind is Reasoning)
         self._part, self._separates = kind, continues
@@ -293,9 +296,11 @@ def plan_answer(
         Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.
         InvalidArgument: if the constraint cannot be read, or contradicts the choice of tools.
     """
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    if _writes_harmony(settings, served):
+        return _plan_harmony(served, body, () if choice == "none" else body.tools, prompt)
     thinking = plan_thinking(settings, served, prompt)
     asked, param = body.constraint(), body.constraint_param
-    choice = body.tool_choice or ("auto" if body.tools else "none")
     if choice == "none" or not body.tools:
         if asked is not None and thinking.parser is not None:
             asked = place_constraint(asked, lambda tag: thinking.behind(tag, param), param)
@@ -324,6 +329,51 @@ def plan_answer(
         named=isinstance(choice, NamedChoice),
         show_thinking=body.include_reasoning,
     )
+
+
+def _writes_harmony(settings: Settings, served: ServedModel) -> bool:
+    name = served.text.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
+    return HARMONY in (name, settings.reasoning_parser)
+
+
+def _plan_harmony(
+    served: ServedModel, body: ChatCompletionRequest, tools: Sequence[Tool], prompt: Sequence[int]
+) -> AnswerPlan:
+    """Plans an answer of gpt-oss, whose messages are thinking, content and calls."""
+    begun, names = _begun(served.text, prompt), frozenset(tool.function.name for tool in tools)
+    asked, param, choice = body.constraint(), body.constraint_param, body.tool_choice
+    if tools and choice not in (None, "auto"):
+        calls = harmony.calls(_must_call(body))
+        asked, param = structural(harmony.after_thinking(begun, calls)), _TOOLS
+    elif asked is not None or any(tool.function.strict for tool in tools):
+        callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in tools]
+
+        def place(content: Tag) -> Tag:
+            messages = harmony.answer(content)
+            if callees:
+                messages = {"type": "or", "elements": [harmony.calls(callees), messages]}
+            return harmony.after_thinking(begun, messages)
+
+        if asked is None:
+            asked, param = structural(place(harmony.ANY)), _TOOLS
+        else:
+            asked = place_constraint(asked, place, param)
+    return AnswerPlan(
+        lambda: HarmonyParser(call_id, names, begun),
+        constraint=asked,
+        constraint_param=param,
+        markers=HARMONY_MARKERS,
+        one_call=not body.parallel_tool_calls or isinstance(choice, NamedChoice),
+        named=isinstance(choice, NamedChoice),
+        show_thinking=body.include_reasoning,
+    )
+
+
+def _begun(text: TextCodec, prompt: Sequence[int]) -> str:
+    """Returns the text of the prompt after its last beginning of a message of harmony's."""
+    start = text.encode(START, add_special_tokens=False)[-1]
+    at = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] == start), None)
+    return ROLE if at is None else text.decode(prompt[at:])
 
 
 def plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> ThinkingPlan:
@@ -363,7 +413,23 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
 
 
 def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: ThinkingPlan) -> _CallPlan:
-    """Plans an answer of calls alone: of any tool, or a single call of the named tool.
+    """Plans an answer of calls alone: of any tool, or a single call of the named tool."""
+    callees = _must_call(body)
+    name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
+    shape: Shape | ArgumentsAlone
+    called: Format | str
+    if form is not None and form in SHAPES:
+        called, shape = FORMATS[form], SHAPES[form]
+    elif name is None:
+        called, shape = LIST, LIST_SHAPE
+    else:
+        called, shape = name, ArgumentsAlone()
+    calls = shape.required(callees, parallel=body.parallel_tool_calls and name is None)
+    return _CallPlan(called, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+
+
+def _must_call(body: ChatCompletionRequest) -> list[Callee]:
+    """Returns the tools of which the answer must call one.
 
     A response format is for the answer's content, of which there is none. Agents send both with every turn.
     """
@@ -374,21 +440,11 @@ def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: Thin
             param=body.constraint_param,
         )
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
-    shape: Shape | ArgumentsAlone
-    called: Format | str
-    if form is not None and form in SHAPES:
-        called, shape = FORMATS[form], SHAPES[form]
-    elif name is None:
-        called, shape = LIST, LIST_SHAPE
-    else:
-        called, shape = name, ArgumentsAlone()
-    callees = [
+    return [
         _callee(tool, strict=tool.function.strict is not False)
         for tool in body.tools
         if name in (None, tool.function.name)
     ]
-    calls = shape.required(callees, parallel=body.parallel_tool_calls and name is None)
-    return _CallPlan(called, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
 
 
 def _plan_optional(

@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gateway.metrics import EngineMetrics
-from gateway.parsers.events import Text, ToolParser
+from gateway.parsers.events import CallStart, Text, ToolParser
 from gateway.scheduler_client.in_flight import PendingRequest, SequenceEvent
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
@@ -169,7 +169,7 @@ class ThinkingMeter:
         if self._parser is None:
             return
         events = self._parser.feed(text)
-        if any(isinstance(event, Text) and event.text for event in events):
+        if any(isinstance(event, CallStart) or (isinstance(event, Text) and event.text) for event in events):
             self._parser = None
         elif events:
             self.num_tokens = num_tokens

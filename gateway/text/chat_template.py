@@ -323,6 +323,7 @@ _PATTERNS: Final[list[tuple[str, re.Pattern[str]]]] = [
     ("mistral_v13", re.compile(r"\[TOOL_CALLS\] ?probe_function(?:\[CALL_ID\]probe0000)?\[ARGS\] ?\{")),
     ("mistral_v11", re.compile(r"\[TOOL_CALLS\] ?probe_function ?\{")),
     ("mistral", re.compile(r'\[TOOL_CALLS\] ?\[ ?\{"name": ?"probe_function", ?"arguments": ?\{')),
+    ("openai", re.compile(r"<\|start\|>assistant(?:<\|channel\|>commentary)? to=functions\.probe_function")),
     (
         "llama3_json",
         re.compile(

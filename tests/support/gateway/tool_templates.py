@@ -59,6 +59,16 @@ THINKING: Final = TEMPLATES["hermes"].replace(
     "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif opened %}<think>\n{% endif %}{% endif %}",
 )
 
+# As gpt-oss writes turns; a call's recipient stands before its channel.
+HARMONY: Final = (
+    "{% if tools %}<|start|>developer<|message|># Tools{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    f"<|start|>assistant to=functions.{_NAME}<|channel|>commentary json<|message|>{_ARGUMENTS}<|call|>"
+    "{% endfor %}{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
 MARKERS: Final = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 

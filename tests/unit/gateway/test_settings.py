@@ -37,6 +37,13 @@ def test_a_bad_setting_is_one_clear_line(
     assert words in printed
 
 
+@pytest.mark.parametrize("name", ["openai_gptoss", "gpt_oss", "vllm:openai_gptoss"])
+def test_names_of_gpt_oss(name: str) -> None:
+    """Its thinking and its calls have one format."""
+    assert load(Settings, ["--reasoning-parser", name]).reasoning_parser == "openai"
+    assert load(Settings, ["--tool-call-parser", "vllm:openai"]).tool_call_parser == "openai"
+
+
 @pytest.mark.parametrize("address", ["[::1]:50051", "scheduler:1", "10.0.0.1:65535"])
 def test_addresses(address: str) -> None:
     """Names, IPv4 and bracketed IPv6 addresses are accepted."""
