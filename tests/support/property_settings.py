@@ -6,6 +6,7 @@ state machine.
 """
 
 import os
+import secrets
 
 from hypothesis import HealthCheck, settings
 
@@ -26,3 +27,8 @@ def scaled(max_examples: int) -> settings:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
     )
+
+
+def drawn_seed() -> int:
+    """Returns the seed of a process with properties: a new one in the slow tier, else always the same."""
+    return secrets.randbits(32) if _SCALE >= 1 else 0
