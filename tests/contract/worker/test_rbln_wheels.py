@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operator_calls import OperatorCalls
 from tests.support.rbln.vendor_packages import FAKES
 from tests.support.rbln.wheels import PRE_RELEASES, VERSIONS, Call, Wheel
 from worker_svc.devices.rbln import operators
@@ -120,21 +120,6 @@ def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None
     assert "use_cache=False" in compiled
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls of the sampler's operators."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, operator = func._schema.name.partition("::")
-        if namespace == operators.SAMPLER_NAMESPACE:
-            assert not kwargs
-            self.calls.append((namespace, operator, args))
-        return func(*args, **kwargs or {})
-
-
 def test_tokens_are_drawn_with_the_plugin_s_call(wheel: Wheel) -> None:
     """The plugin's function and ours pass equal tensors in the same order; both cap top-p equally."""
     if not is_newest(wheel):
@@ -148,10 +133,10 @@ def test_tokens_are_drawn_with_the_plugin_s_call(wheel: Wheel) -> None:
     top_k = torch.tensor([5, 1, 20], dtype=torch.int32)
     calls = []
     for function in (names["rbln_top_k_top_p_sample"], operators.emit_top_k_top_p):
-        with Recorder() as recorder:
+        with OperatorCalls(operators.SAMPLER_NAMESPACE) as found:
             function(logits.clone(), temperature, top_k, top_p)
-        ((namespace, operator, arguments),) = recorder.calls
-        assert (namespace, operator) == (operators.SAMPLER_NAMESPACE, operators.TOP_K_TOP_P)
+        ((operator, arguments),) = found.calls
+        assert operator == f"{operators.SAMPLER_NAMESPACE}::{operators.TOP_K_TOP_P}"
         calls.append(arguments)
     for theirs, ours in zip(*calls, strict=True):
         assert theirs.dtype == ours.dtype

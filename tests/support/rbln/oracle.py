@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protos.errors import ConfigurationRefused
 from protos.steps import Admission, GroupKind, Prefill
 from scheduler_svc.shapes.buckets import BucketStrategy, bucket_for, decode_buckets
+from tests.support.operator_calls import OperatorCalls
 from tests.support.property_settings import scaled
 from tests.support.rbln.vendor_packages import FAKES, installed
 from tests.support.sampling_params import sampling_params
@@ -147,21 +147,6 @@ class Inputs:
         self.fill = generator
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls of attention operators, with copies of their tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[str, list[Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in NAMESPACES:
-            assert not kwargs
-            copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]
-            self.calls.append((func._schema.name, copies))
-        return func(*args, **kwargs or {})
-
-
 def configuration(case: Case) -> Any:
     """Returns the fields of vLLM's configuration that the vendor's classes read."""
     return SimpleNamespace(
@@ -277,9 +262,9 @@ def test_calls_are_the_vendor_s(case: Case) -> None:
         )
     cache = torch.randn(shape, generator=inputs.fill).to(case.dtype)
     caches = cache.clone(), cache
-    with Recorder() as expected:
+    with OperatorCalls(*NAMESPACES) as expected:
         their_output = theirs(case, inputs, caches[0])
-    with Recorder() as emitted:
+    with OperatorCalls(*NAMESPACES) as emitted:
         our_output = ours(case, inputs, device, caches[1])
     ((operator, given_ours),) = emitted.calls
     ((their_operator, given_theirs),) = expected.calls

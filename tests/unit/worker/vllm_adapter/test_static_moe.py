@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.operator_calls import OperatorCalls
 from worker_svc.devices import open_device
 from worker_svc.devices.base import ExpertActivation
 from worker_svc.devices.rbln import operators
@@ -93,20 +93,6 @@ def test_unused_experts_do_not_leak() -> None:
     assert torch.allclose(mixed[others], expected[others])
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the arguments of each call of the vendor's operator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.arguments: list[tuple[Any, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func._schema.name == f"rbln_custom_ops::{operators.EXPERTS}":
-            self.arguments.append(args)
-        return func(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     ("optimized", "custom", "is_operator"),
     [("1", "0", True), ("0", "1", True), ("0", "0", False), ("", "", True)],
@@ -131,12 +117,13 @@ def test_an_npu_runs_the_vendors_operator_unless_both_variables_are_off(
         rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
     )
     layer = make_layer()
-    with Calls() as calls:
+    with OperatorCalls(operators.CUSTOM) as found:
         mixed = open_device("rbln", options).run_experts(**layer, activation=activation)
     assert torch.allclose(mixed, open_device("cpu").run_experts(**layer, activation=activation), atol=1e-5)
-    assert bool(calls.arguments) == is_operator
+    calls = [given for name, given in found.calls if name == f"{operators.CUSTOM}::{operators.EXPERTS}"]
+    assert bool(calls) == is_operator
     if is_operator:
-        ((_, gate, up, down, weights, *_),) = calls.arguments
+        ((_, gate, up, down, weights, *_),) = calls
         assert torch.equal(torch.cat([gate, up], dim=1), layer["gate_up"])
         assert torch.equal(weights, layer["weights"].t())
         assert down.shape == (EXPERTS, HIDDEN, INNER)
