@@ -30,5 +30,5 @@ def scaled(max_examples: int) -> settings:
 
 
 def drawn_seed() -> int:
-    """Returns the seed of a process with properties: a new one in the slow tier, else always the same."""
+    """Returns a seed for the properties of another process: a new one at full scale, else always 0."""
     return secrets.randbits(32) if _SCALE >= 1 else 0
