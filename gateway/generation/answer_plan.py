@@ -311,11 +311,11 @@ def plan_answer(
             markers=thinking.markers,
             show_thinking=body.include_reasoning,
         )
-    name = served.text.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
+    form = _format(settings, served)
     calls = (
-        _plan_optional(name, served, body, thinking, asked)
+        _plan_optional(form, served, body, thinking, asked)
         if choice == "auto"
-        else _plan_required(name, body, thinking)
+        else _plan_required(form, body, thinking)
     )
     called, tools = calls.form, {tool.function.name: tool.function.parameters for tool in body.tools}
     markers: frozenset[str] = frozenset() if isinstance(called, str) else frozenset(called.texts())
@@ -332,7 +332,7 @@ def plan_answer(
 
 
 def _writes_harmony(settings: Settings, served: ServedModel) -> bool:
-    name = served.text.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
+    name = served.text.shown.tool_format if settings.tool_call_parser == "auto" else settings.tool_call_parser
     return HARMONY in (name, settings.reasoning_parser)
 
 
@@ -405,6 +405,15 @@ def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, para
     return behind_thinking(at, tag, marks)
 
 
+def _format(settings: Settings, served: ServedModel) -> Format | None:
+    name = settings.tool_call_parser
+    return served.text.shown.tools if name == "auto" else FORMATS.get(name)
+
+
+def _shape(form: Format | None) -> Shape | None:
+    return next((SHAPES[name] for name, each in FORMATS.items() if each is form and name in SHAPES), None)
+
+
 def _callee(tool: Tool, *, strict: bool) -> Callee:
     # A tool that is not strict may get any object, unless it takes nothing.
     if tool.function.has_no_parameters:
@@ -412,14 +421,14 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
     return Callee(tool.function.name, (tool.function.parameters or {}) if strict else _ANY_OBJECT)
 
 
-def _plan_required(form: str | None, body: ChatCompletionRequest, thinking: ThinkingPlan) -> _CallPlan:
+def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: ThinkingPlan) -> _CallPlan:
     """Plans an answer of calls alone: of any tool, or a single call of the named tool."""
     callees = _must_call(body)
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
     shape: Shape | ArgumentsAlone
     called: Format | str
-    if form is not None and form in SHAPES:
-        called, shape = FORMATS[form], SHAPES[form]
+    if form is not None and (own := _shape(form)) is not None:
+        called, shape = form, own
     elif name is None:
         called, shape = LIST, LIST_SHAPE
     else:
@@ -448,14 +457,14 @@ def _must_call(body: ChatCompletionRequest) -> list[Callee]:
 
 
 def _plan_optional(
-    form: str | None,
+    form: Format | None,
     served: ServedModel,
     body: ChatCompletionRequest,
     thinking: ThinkingPlan,
     asked: pb.StructuredOutput | None,
 ) -> _CallPlan:
     """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
-    if form is None or form not in FORMATS:
+    if form is None:
         raise Unsupported(
             f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does"
             ' not show how it writes calls; send tool_choice "required" or a function\'s name, or start the'
@@ -464,20 +473,20 @@ def _plan_optional(
         )
     strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
     if asked is None and not strict:
-        return _CallPlan(FORMATS[form])
-    if form not in SHAPES:
+        return _CallPlan(form)
+    if (shape := _shape(form)) is None:
         raise _without_grammar(body.constraint_param if asked is not None else None, strict)
     callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in body.tools]
     if asked is None:
-        calls = SHAPES[form].optional(callees, parallel=body.parallel_tool_calls)
-        return _CallPlan(FORMATS[form], structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+        calls = shape.optional(callees, parallel=body.parallel_tool_calls)
+        return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
     param = body.constraint_param
-    required = SHAPES[form].required(callees, parallel=body.parallel_tool_calls)
+    required = shape.required(callees, parallel=body.parallel_tool_calls)
 
     def place(answer: Tag) -> Tag:
         return thinking.behind({"type": "or", "elements": [required, answer]}, param)
 
-    return _CallPlan(FORMATS[form], place_constraint(asked, place, param), param)
+    return _CallPlan(form, place_constraint(asked, place, param), param)
 
 
 def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:

@@ -6,11 +6,14 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.auth.key_store import NO_ACCOUNT, Account
+from gateway.parsers.formats import Format
+from gateway.parsers.writing import Call, write
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import check_counts, clip, quote
 from gateway.schemas.chat import Message, TemplateInput
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.chat_template import ChatTemplate, joined
+from gateway.text.derive import Derived
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.limits import SAMPLING
@@ -53,8 +56,8 @@ async def encode_chat(
             f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
             param="messages",
         )
-    write = partial(_write_chat, template, messages, body, defaults, may_call=may_call)
-    text = await worker.run(size, write, inline=False)
+    work = partial(_write_chat, template, messages, body, defaults, served.text.shown, may_call=may_call)
+    text = await worker.run(size, work, inline=False)
     if ignored := list(_ignored(body, template.variables)):
         names = [clip(name) for name in ignored[:32]]
         get_logger().debug("the chat template does not read some parameters", fields=names)
@@ -66,6 +69,7 @@ def _write_chat(
     messages: Sequence[Message],
     body: TemplateInput,
     defaults: Mapping[str, Any],
+    shown: Derived,
     *,
     may_call: bool,
 ) -> str:
@@ -73,9 +77,12 @@ def _write_chat(
     check_counts(",".join(arguments).encode(), param="messages")
     tools = [tool.for_template() for tool in body.tools]
     turns = [message.for_template() for message in messages]
+    if shown.arguments_as_text:
+        for call in (call for turn in turns for call in turn.get("tool_calls", ())):
+            call["function"]["arguments"] = _json(call["function"]["arguments"])
     variables = {**defaults, **_effort(body), **body.chat_template_kwargs}
     return template.render(
-        show_tools_in_words(template, turns, tools if may_call else ()),
+        show_tools_in_words(template, turns, tools if may_call else (), shown.tools),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         variables={name: value for name, value in variables.items() if name in template.variables},
@@ -100,19 +107,27 @@ def _ignored(body: TemplateInput, known: frozenset[str]) -> Iterator[str]:
 
 
 _INTRODUCTION: Final = (
-    "You can call these functions, described in JSON. To call some, answer with nothing but a JSON list of"
-    ' objects with "name" and "parameters":'
+    "You can call these functions, described in JSON. To call some, answer with nothing but"
 )
+_AS_LIST: Final = 'a JSON list of objects with "name" and "parameters":'
+_EXAMPLE: Final = Call("NAME", {"PARAMETER": "VALUE"})
 
 
 def show_tools_in_words(
-    template: ChatTemplate, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+    template: ChatTemplate,
+    turns: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    form: Format | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns ``turns`` with descriptions of the tools and calls that ``template`` would not show."""
+    """Returns ``turns`` with descriptions of the tools and calls that ``template`` would not show.
+
+    The model is asked for calls in ``form``, or without it in a JSON list.
+    """
     described = [_calls_in_words(turn) if not template.knows_calls else turn for turn in turns]
     if not tools or template.knows_tools:
         return described
-    text = "\n".join([_INTRODUCTION, *(_json(tool["function"]) for tool in tools)])
+    asked = _AS_LIST if form is None else f"text in this form:\n{write(form, [_EXAMPLE])}\nThe functions:"
+    text = "\n".join([f"{_INTRODUCTION} {asked}", *(_json(tool["function"]) for tool in tools)])
     # Every template accepts a user's turn; some refuse a system's.
     for at, turn in enumerate(described):
         if turn["role"] in ("system", "developer"):

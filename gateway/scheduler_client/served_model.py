@@ -261,7 +261,7 @@ class ServedModelWatcher:
             model=model.served_name,
             max_model_len=model.max_model_len,
             chat_template=text.chat_template is not None,
-            tool_format=text.tool_format,
+            tool_format=text.shown.tool_format or ("the template's own" if text.shown.tools else None),
             thinks=text.thinks,
             tokenizer=model.tokenizer_sha256[:12],
         )

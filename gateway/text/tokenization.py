@@ -16,8 +16,9 @@ import jinja2
 from tokenizers import Encoding, Tokenizer
 
 from gateway.schemas.base import clip
-from gateway.text.chat_template import ChatTemplate, thinks, tool_format
+from gateway.text.chat_template import ChatTemplate, thinks
 from gateway.text.cpu_time import OutOfCpuTime, limited
+from gateway.text.derive import Derived, derive
 from gateway.text.detokenizer import DetokenizerFactory
 from protos.errors import ContextExceeded, Internal, InvalidArgument, Overloaded
 from protos.service.backpressure import TENANT
@@ -116,8 +117,8 @@ class TextCodec:
     """The template, or ``None`` if the model has none."""
     tool_template: ChatTemplate | None
     """The template for conversations with tools; usually the same."""
-    tool_format: str | None
-    """How the model writes tool calls; ``None`` if its template does not show a known format."""
+    shown: Derived
+    """The formats of calls that the template shows."""
     pair_template: ChatTemplate | None
     """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""
     prompts: TextPrompts
@@ -147,7 +148,7 @@ class TextCodec:
         writes_pairs = chat_template is not None and set(_QUOTED.findall(chat_template.source)) >= _PAIR_ROLES
         self.pair_template = chat_template if writes_pairs else None
         self.prompts = prompts or TextPrompts()
-        self.tool_format = tool_format(self.tool_template)
+        self.shown = derive(self.tool_template) if self.tool_template else Derived()
         self.thinks = thinks(chat_template)
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)

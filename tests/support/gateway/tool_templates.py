@@ -39,7 +39,7 @@ TEMPLATES: Final[dict[str, str]] = {
     "llama3_json": _LLAMA.replace("CALL", f'{{"name": "{_NAME}", "parameters": {_ARGUMENTS}}}'),
     "mistral": _MISTRAL.replace(
         "CALL",
-        f'[TOOL_CALLS] [{{% for c in m.tool_calls %}}{{"name": "{_NAME}", "arguments": {_ARGUMENTS}, "id": "{{{{ c.id }}}}"}}{{% endfor %}}]',
+        f'[TOOL_CALLS] [{{% for c in m.tool_calls %}}{{"name": "{_NAME}", "arguments": {_ARGUMENTS}, "id": "{{{{ c.id }}}}"}}{{% if not loop.last %}}, {{% endif %}}{{% endfor %}}]',
     ),
     "mistral_v11": _MISTRAL.replace(
         "CALL", f"{{% for c in m.tool_calls %}}[TOOL_CALLS]{_NAME}{_ARGUMENTS}{{% endfor %}}"
@@ -50,7 +50,7 @@ TEMPLATES: Final[dict[str, str]] = {
     ),
     "pythonic": _LLAMA.replace(
         "CALL",
-        f"[{_NAME}({{% for key, value in c.function.arguments.items() %}}{{{{ key }}}}={{{{ value | tojson }}}}{{% endfor %}})]",
+        f"[{_NAME}({{% for key, value in c.function.arguments.items() %}}{{{{ key }}}}={{{{ value | tojson }}}}{{% if not loop.last %}}, {{% endif %}}{{% endfor %}})]",
     ),
 }
 

@@ -21,6 +21,7 @@ CHECKSUMS = {
     "vllm_rbln-0.12.0-py3-none-any": "0af77bcf84421b15ffbb9625b880ce2184f6afa4cc720e91dd2c904d19ee2263",
     "vllm_rbln-0.11.2-py3-none-any": "8d2a336776e7ae15011f4f0d928195ee1fb0fdb3d6cec5e7e6796c91278dd8b1",
     "vllm_rbln-0.12.1a8-py3-none-any": "b307ab9aba7813f24b5adb6cecaae543c21f70f91249e66ffe64c262ca5490db",
+    "trl-1.16.0-py3-none-any": "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396",
     "torch_rbln-0.12.0-cp311-cp311-manylinux_2_34_x86_64": "d71688ca685c03c1888702f560643f9c2a05f478219757591ed85a2777129366",
     "torch_rbln-0.12.0-cp312-cp312-manylinux_2_34_x86_64": "d3965700d9628b109462f15476d661d385338d33d7113f1848fb4ea91e374513",
     "torch_rbln-0.12.0-cp313-cp313-manylinux_2_34_x86_64": "e6290ace454a2bcc383be5602f2e62853e8dd1f1475f7c5be186d1b2fee7e3cc",

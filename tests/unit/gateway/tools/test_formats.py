@@ -30,6 +30,8 @@ def test_tools_are_described_in_words() -> None:
         template, [*turns, {"role": "assistant", "content": "", "tool_calls": [call]}], []
     )
     assert answer["content"] == '[{"name": "f", "parameters": {"a": 1}}]'
+    (described,) = show_tools_in_words(template, turns, [TIME], FORMATS["mistral_v13"])
+    assert '\n[TOOL_CALLS]NAME[ARGS]{"PARAMETER": "VALUE"}\n' in described["content"]
     knowing = ChatTemplate(TEMPLATES["hermes"], {})
     assert show_tools_in_words(knowing, turns, [TIME]) == turns
 

@@ -1,0 +1,229 @@
+"""The formats that a chat template shows."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.parsers.events import CallArguments, CallStart, Event, Text
+from gateway.parsers.formats import FORMATS, Format
+from gateway.parsers.machine import CallParser
+from gateway.text.chat_template import ChatTemplate
+from gateway.text.derive import derive
+from gateway.text.tokenization import TextCodec
+from tests.support.gateway.tool_templates import TEMPLATES, folder_with
+from tests.support.parsers.chat_templates import FOUND, SPECIAL_TOKENS, formats_of, trl_templates
+from tests.support.rbln.wheels import IndexUnreachable
+
+QUESTION = {"role": "user", "content": "What is it?"}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("look_up", {"word": "a < b & 'c'", "count": 2, "options": {"exact": True, "in": ["x, y", None, -0.5]}}),
+    ("other", {"word": "5"}),
+    ("other", {}),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "string"}, "count": {"type": "integer"}, "options": {"type": "object"}},
+}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA}}
+
+
+def answer(template: ChatTemplate, calls: Sequence[tuple[str, dict[str, Any]]], as_text: bool = False) -> str:
+    """Returns the text after the header of the answer's turn, or that as far as it agrees with a prompt's."""
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": f"lookup00{at}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments) if as_text else arguments},
+            }
+            for at, (name, arguments) in enumerate(calls)
+        ],
+    }
+    tools = [tool("look_up"), tool("other")]
+    prompt = template.render([QUESTION], add_generation_prompt=True, tools=tools)
+    whole = template.render([QUESTION, turn], add_generation_prompt=False, tools=tools)
+    common = next((at for at, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))
+    return whole[common:]
+
+
+def read(form: Format, pieces: Iterable[str]) -> tuple[str, list[tuple[str, Any]]]:
+    """Returns the text and the calls in an answer."""
+    parser = CallParser(form, {"look_up": SCHEMA, "other": SCHEMA})
+    events: list[Event] = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish()
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    fragments = [
+        "".join(each.fragment for each in events if isinstance(each, CallArguments) and each.number == number)
+        for number in range(len(names))
+    ]
+    text = "".join(event.text for event in events if isinstance(event, Text))
+    return text, list(zip(names, map(json.loads, fragments), strict=True))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_shows_an_entry(name: str) -> None:
+    found = derive(ChatTemplate(TEMPLATES[name], {}))
+    assert (found.tool_format, found.tools) == (name, FORMATS.get(name))
+
+
+NAME = "{{ c.function.name }}"
+ARGUMENTS = "{{ c.function.arguments | tojson }}"
+TURN = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}CALLS{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ALL = "{% for c in m.tool_calls %}CALL{% endfor %}"
+LIST = "{% for c in m.tool_calls %}CALL{% if not loop.last %}, {% endif %}{% endfor %}"
+EACH = "{% for k, v in c.function.arguments.items() %}PARAMETER{% endfor %}"
+WORDS = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | pprint }}{% if not loop.last %}, {% endif %}{% endfor %}"
+PLAIN = "{{ v if v is string else v | tojson }}"
+# Calls in forms that no entry has.
+OWN = {
+    "object": ALL.replace("CALL", f'<run>\n{{"function": "{NAME}", "input": {ARGUMENTS}}}\n</run>\n'),
+    "object in an object": ALL.replace(
+        "CALL", f'<|run|>{{"call": {{"name": "{NAME}", "args": {ARGUMENTS}}}}}'
+    ),
+    "arguments first": ALL.replace("CALL", f'<run>{{"arguments": {ARGUMENTS}, "name": "{NAME}"}}</run>'),
+    "list": f"[RUN][{LIST}][/RUN]".replace("CALL", f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'),
+    "list of no marker": f"[{LIST}]".replace("CALL", f'{{"fn": "{NAME}", "arguments": {ARGUMENTS}}}'),
+    "name and object": ALL.replace("CALL", f"<run={NAME}>{ARGUMENTS}</run>"),
+    "id": f"<|calls|>{ALL}<|done|>".replace(
+        "CALL", f"<|run|>{NAME}<|id|>{{{{ c.id }}}}<|with|>{ARGUMENTS}<|ran|>"
+    ),
+    "tags": f"<calls>\n{ALL}</calls>".replace("CALL", f"<run {NAME}>\n{EACH}</run>\n").replace(
+        "PARAMETER", f"<with {{{{ k }}}}>{PLAIN}</with>\n"
+    ),
+    "tags around each call": ALL.replace("CALL", f"<calls>\n<run={NAME}>\n{EACH}</run>\n</calls>\n").replace(
+        "PARAMETER", f"<with={{{{ k }}}}>\n{PLAIN}\n</with>\n"
+    ),
+    "tags with types": ALL.replace("CALL", f"<run>{NAME}<sep>{EACH}</run>").replace(
+        "PARAMETER", f"<key>{{{{ k }}}}</key><{{{{ 'text' if v is string else 'json' }}}}>{PLAIN}</value>"
+    ),
+    "Python": f"<|run|>[{LIST}]<|ran|>".replace("CALL", f"{NAME}({WORDS})"),
+}
+
+
+@pytest.mark.parametrize("form", OWN)
+def test_other_forms_get_an_entry_of_their_own(form: str) -> None:
+    """The entry reads the template's calls however they are cut."""
+    template = ChatTemplate(TURN.replace("CALLS", OWN[form]), {})
+    found = derive(template)
+    assert found.tools is not None, found.reason
+    assert found.tool_format is None
+    text = answer(template, CALLS)
+    for size in (len(text), 1, 7):
+        content, calls = read(found.tools, [text[at : at + size] for at in range(0, len(text), size)])
+        assert calls == CALLS
+        assert content.strip() == "<|end|>"
+
+
+REFUSING = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows no tools"),
+        ("{{ tools }}" + REFUSING, "no calls"),
+        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "shows no calls"),
+        # A wrong guess would lose calls: the name twice, an id before it, a value that is escaped.
+        (
+            TURN.replace("CALLS", ALL.replace("CALL", f"<to {NAME}><run={NAME}>{ARGUMENTS}</run>")),
+            "<to look_up>",
+        ),
+        (
+            TURN.replace("CALLS", ALL.replace("CALL", f"<id {{{{ c.id }}}}><run={NAME}>{ARGUMENTS}</run>")),
+            "<id",
+        ),
+        (
+            TURN.replace(
+                "CALLS",
+                ALL.replace("CALL", f"<run={NAME}>{EACH}</run>").replace(
+                    "PARAMETER", "<with={{ k }}>{{ (v if v is string else v | tojson) | escape }}</with>"
+                ),
+            ),
+            "<run=",
+        ),
+        (TURN.replace("CALLS", ALL.replace("CALL", f"{NAME} {ARGUMENTS}")), "no entry"),
+    ],
+)
+def test_a_form_that_cannot_be_described_has_a_reason(source: str, reason: str) -> None:
+    found = derive(ChatTemplate(source, {}))
+    assert found.tools is None
+    assert reason.replace("look_up", "probe_first") in found.reason
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools }}{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{{ tools }}{% for a in range(9000) %}{{ messages }}{% endfor %}",
+        TURN.replace("CALLS", ALL.replace("CALL", "<run>" + NAME + "{{ '({<[' * 900 }}" + ARGUMENTS)),
+    ],
+    ids=["endless", "long", "nested"],
+)
+def test_a_hostile_template_takes_little_time(source: str) -> None:
+    begun_s = time.thread_time()
+    derive(ChatTemplate(source, {}))
+    assert time.thread_time() - begun_s < 4
+
+
+def test_a_marker_in_the_words_about_tools_is_enough() -> None:
+    """Granite 3.3 shows tools and no calls."""
+    words = "{% if tools %}To call, answer <|tool_call|> and a list of {{ tools }}.{% endif %}"
+    found = derive(ChatTemplate(words + "{% for m in messages %}{{ m.content }}{% endfor %}", {}))
+    assert found.tool_format == "granite"
+
+
+def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
+    (folder := folder_with(tmp_path, "", [])).joinpath("chat_template.jinja").unlink()
+    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": TEMPLATES["hermes"]}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    codec = TextCodec.load(folder)
+    assert codec.chat_template is not None
+    assert codec.chat_template.source == "D"
+    assert codec.tool_template is not None
+    assert codec.tool_template.source == TEMPLATES["hermes"]
+    assert codec.shown.tool_format == "hermes"
+
+
+@pytest.fixture(scope="module")
+def templates() -> dict[str, str]:
+    try:
+        return trl_templates()
+    except IndexUnreachable as error:
+        pytest.skip(f"the package index with trl cannot be reached: {error}")
+
+
+TRL = json.loads(FOUND.read_text())["trl"]
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_templates_of_trl_show_the_formats_in_the_documentation(templates: dict[str, str], name: str) -> None:
+    """A call that such a template writes is read as the same call."""
+    assert formats_of(templates[name]) == TRL[name]
+    template = ChatTemplate(templates[name], SPECIAL_TOKENS)
+    found = derive(template)
+    if (form := found.tools) is None:
+        return
+    # The templates of LFM2 escape nothing in texts, and those of Llama 3 refuse several calls.
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("look_up", {"word": "a < b & c", "count": 2, "options": {"exact": True, "in": ["x, y", -0.5]}}),
+        ("other", {"word": "5"}),
+    ]
+    for some in [calls[:1], calls[1:], *([] if form is FORMATS["llama3_json"] else [calls])]:
+        text = answer(template, some, found.arguments_as_text)
+        for size in (len(text), 1):
+            assert read(form, (text[at : at + size] for at in range(0, len(text), size)))[1] == some
