@@ -21,6 +21,7 @@ from gateway.http.listeners import ServerTls, listen
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
+from protos.service.channels import PLAIN, LinkSecurity
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import loader as models
 
@@ -148,7 +149,7 @@ async def stack_over(scheduler: FakeScheduler, **changes: Any) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    scheduler_port: int, *, wait: bool = True, **changes: Any
+    scheduler_port: int, *, wait: bool = True, security: LinkSecurity = PLAIN, **changes: Any
 ) -> AsyncIterator[Gateway]:
     """Runs a real gateway on a free port; by default waits until it knows its model."""
     settings = Settings.model_construct(
@@ -165,6 +166,7 @@ async def running_gateway(
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
+        security=security,
     )
     tls = ServerTls.from_settings(settings)
     app = create_app(settings, client)
