@@ -72,7 +72,8 @@ def _chat(body: Any) -> Answer:
 
 
 def _chat_stream(events: Sequence[Any]) -> Answer:
-    answer, names, arguments = Answer(), {}, defaultdict[int, str](str)
+    answer, arguments = Answer(), defaultdict[int, str](str)
+    names: dict[int, str] = {}
     for delta in (choice["delta"] for event in events for choice in event["choices"]):
         answer.text += delta.get("content") or ""
         answer.thinking += delta.get("reasoning") or ""
@@ -97,7 +98,8 @@ def _responses(body: Any) -> Answer:
 
 
 def _responses_stream(events: Sequence[Any]) -> Answer:
-    answer, names, arguments = Answer(), {}, defaultdict[int, str](str)
+    answer, arguments = Answer(), defaultdict[int, str](str)
+    names: dict[int, str] = {}
     for event in events:
         match event["type"]:
             case "response.output_text.delta":
@@ -123,7 +125,8 @@ def _messages(body: Any) -> Answer:
 
 
 def _messages_stream(events: Sequence[Any]) -> Answer:
-    answer, names, arguments = Answer(), {}, defaultdict[int, str](str)
+    answer, arguments = Answer(), defaultdict[int, str](str)
+    names: dict[int, str] = {}
     for event in events:
         if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
             names[event["index"]] = event["content_block"]["name"]
