@@ -23,8 +23,9 @@ from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers.formats import FORMATS, Format
 from gateway.parsers.machine import CallParser
+from gateway.parsers.writing import Call, write
 from tests.bench.support.report import parser, report
-from tests.support.parsers.writer import Call, Tools, tools_and_calls, write
+from tests.support.parsers.writer import Tools, tools_and_calls
 
 _CUTS: Final = 20
 _WORDS: Final = ("Let", " me", " see", ",", " it", " is 5 <", " 6", ".\n")

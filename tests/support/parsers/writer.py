@@ -1,102 +1,16 @@
-"""Writes calls exactly as a format's entry says, and draws random tools with calls that match them."""
+"""Draws random tools, with calls that match them and that a format can write."""
 
-import json
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, assert_never
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from gateway.parsers.formats import Elements, Format, JsonObject, LooseObject, NamedJson, Python, Tagged
-
-
-class Call(NamedTuple):
-    """A call of a tool."""
-
-    name: str
-    arguments: dict[str, Any]
-
+from gateway.parsers.formats import Elements, Format, LooseObject, Python, Tagged
+from gateway.parsers.writing import Call
 
 Tools = Mapping[str, Mapping[str, Any]]
 """Schemas of arguments by tool."""
-
-
-def write(form: Format, calls: Sequence[Call]) -> str:
-    """Returns the text of an answer that consists of the calls alone."""
-    texts = [
-        _numbered(form.begin, number) + _call(form, call, number) + _numbered(form.end, number)
-        for number, call in enumerate(calls)
-    ]
-    if form.wraps_each:
-        return form.separator.join(form.opening + text + form.closing for text in texts)
-    body = form.separator.join(texts)
-    return form.opening + (f"[{body}]" if form.listed else body) + form.closing
-
-
-def _numbered(text: str, number: int) -> str:
-    return text.replace("{0}", str(number)).replace("{1}", str(number + 1))
-
-
-def _call(form: Format, call: Call, number: int) -> str:
-    name, arguments = call
-    match form.call:
-        case JsonObject() as kind:
-            return f'{{{kind.first}"{kind.name}": "{name}", "{kind.arguments[0]}": {_json(arguments)}}}'
-        case NamedJson() as kind:
-            given = f"{kind.id_mark}{number}" if kind.id_is_number else ""
-            return f"{name}{given}{kind.between}{_json(arguments)}"
-        case Tagged() as kind:
-            values = [
-                kind.key + key + _key_end(kind, value) + _plain(value) + kind.value_end
-                for key, value in arguments.items()
-            ]
-            return name + _numbered(kind.name_end, number) + "".join(values)
-        case Python():
-            return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
-        case LooseObject() as kind:
-            return name + _loose(arguments, kind.quote)
-        case Elements() as kind:
-            return name + kind.name_end + _elements(arguments, kind.prefix)
-        case _:
-            assert_never(form.call)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
-
-
-def _key_end(kind: Tagged, value: Any) -> str:
-    if isinstance(value, str) or not kind.json_key_ends:
-        return kind.key_end
-    names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-    of_type = [text for text in kind.json_key_ends if names.get(type(value), "null") in text]
-    return (of_type or kind.json_key_ends)[0]
-
-
-def _loose(value: Any, quote: str) -> str:
-    match value:
-        case str():
-            return quote + value + quote
-        case list():
-            return "[" + ",".join(_loose(item, quote) for item in value) + "]"
-        case dict():
-            return "{" + ",".join(f"{key}:{_loose(item, quote)}" for key, item in value.items()) + "}"
-    return _json(value)
-
-
-def _elements(value: Any, prefix: str) -> str:
-    match value:
-        case dict():
-            inner = value.items()
-        case list():
-            inner = (("item", item) for item in value)
-        case _:
-            return _plain(value)
-    return "".join(f"{prefix}<{key}>{_elements(item, prefix)}{prefix}</{key}>" for key, item in inner)
 
 
 def ends(form: Format) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers.formats import FORMATS
 from gateway.parsers.machine import CallParser
+from gateway.parsers.writing import Call, write
 from tests.support.gateway.tool_templates import folder_with
-from tests.support.parsers.writer import Call, write
 
 pytestmark = pytest.mark.usefixtures("shared_vllm", "without_mistral")
 
