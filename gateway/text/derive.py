@@ -157,7 +157,7 @@ class _Probe:
                     try:
                         text = self.turn(content="", tool_calls=_tool_calls(some, ids, as_text))
                     except _Refused as refused:
-                        reason = str(refused)
+                        reason = str(refused) if self._template.knows_tools else reason
                         continue
                     if all(call.name in text for call in some) and next(iter(some[0].arguments)) in text:
                         return _Written(*self._cut(text), some, ids, as_text)

@@ -1,6 +1,10 @@
-"""docs/models.md, from the table of the tests' small models."""
+"""docs/models.md, from the table of the tests' small models and the findings in chat templates."""
+
+import json
+from collections import defaultdict
 
 from tests.support.docs.pages import NOTICE, page, table
+from tests.support.parsers.chat_templates import FOUND
 from tests.support.zoo import families
 from tests.support.zoo.table import REFUSALS, ROWS
 from worker_svc.vllm_adapter.configuration import TEXT_MODELS
@@ -49,6 +53,14 @@ Each of these is refused in one line, before anything is built. So is every arch
 than keys and values, every encoder-decoder model, and every multimodal model that is not in the table above.
 """
 
+_TEMPLATES = """## Tool calls and thinking
+
+`--tool-call-parser auto` and `--reasoning-parser auto`, the defaults, render the chat template with probes and compare.
+The table has the findings for the templates that `trl` and llama.cpp ship. A name is an entry of the gateway's table;
+text is an example in a format derived from the template. `python -m tests.support.parsers.chat_templates` finds them
+anew, and `tests/unit/gateway/text/test_derive.py` reads calls that trl's templates write.
+"""
+
 
 def models() -> str:
     """Returns the page."""
@@ -74,12 +86,36 @@ def models() -> str:
     texts = table(
         ("architecture", "served as"), [(f"`{name}`", f"`{text}`") for name, text in TEXT_MODELS.items()]
     )
+    shown = table(("tool calls", "thinking", "chat templates"), _shown())
     return page(
         [NOTICE, "", _BEFORE],
         served,
         [_NOTES],
         texts,
+        [_TEMPLATES],
+        shown,
         [_REFUSED],
         refused,
         [f"`{REFUSALS}` shows the refusals."],
     )
+
+
+def _shown() -> list[tuple[str, str, str]]:
+    """Returns the rows of formats with their templates; those for training usually differ in marks alone."""
+    rows: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for source, templates in json.loads(FOUND.read_text()).items():
+        for name, found in templates.items():
+            if found == templates.get(name.removesuffix("_training")) and name.endswith("_training"):
+                continue
+            tools = f"`{found['tools']}`" if "tools" in found else f"none: {_words(found['reason'])}"
+            thinking = f"`{found['thinking']}`" if "thinking" in found else ""
+            rows[tools, thinking][source].append(name)
+    return [
+        (*formats, "<br>".join(f"{source}: {', '.join(names)}" for source, names in sources.items()))
+        for formats, sources in sorted(rows.items(), key=lambda row: (row[0][0].startswith("none"), row[0]))
+    ]
+
+
+def _words(reason: str) -> str:
+    start, colon, text = reason.partition(": ")
+    return f"{start}: `{text}`" if colon else reason
