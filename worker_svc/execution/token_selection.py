@@ -349,7 +349,7 @@ def captured_step(
         captured,
         device.capture(batch.advance_rows, [padding[0], tokens]),
         _captured_sampler(device, batch, logits, padding[0], positions),
-        device.capture(batch.sampling.thinking.advance_any, [padding[0], positions]),
+        device.capture(batch.sampling.thinking.advance, [padding[0], positions]),
         compute,
     )
 

@@ -1,8 +1,9 @@
 """Ends thoughts that have used up their budgets.
 
 The state of a slot is the position at which its thought must end and the progress of that end. It follows
-from the tokens alone, so a device that runs ahead advances it without the host, and a replay restores it from
-the tokens of its admission.
+from the tokens alone, so a device that runs ahead advances it without the host, in tensors, and a replay
+restores it from the tokens of its admission (`_Thought`). Where the tokens are on the host, `_Thought` also
+advances it, which costs a few microseconds for each row with a budget.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch
 from protos.limits import MAX_MARKER_TOKENS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
-from worker_svc.devices.base import upload
+from worker_svc.devices.base import is_host, upload
 from worker_svc.pending_step import NOT_FINITE
 
 _NEVER: Final = torch.iinfo(torch.int64).max
@@ -48,8 +49,57 @@ class Endings(NamedTuple):
         return torch.where(due, self.tokens, drawn[0]), reported
 
 
+class _Thought:
+    """The state of a sequence's thinking."""
+
+    def __init__(self, budget: common_pb2.ThinkingBudget, prompt_len: int) -> None:
+        self._tokens = budget.tokens
+        self._prompt_len = prompt_len
+        self._start, self._end = list(budget.start_ids), list(budget.end_ids)
+        self.close = list(budget.close_ids)
+        """The tokens to write at the end."""
+        self.until = prompt_len + budget.tokens if budget.open else _NEVER
+        """The position at which the thought must end; `_NEVER` outside of thoughts."""
+        self.written = 0
+        """How many tokens of `close` are written."""
+        sizes = range(len(self._end), len(self.close) + 1)
+        self.essential = next(
+            (size for size in sizes if self._end == self.close[size - len(self._end) : size]), _NEVER
+        )
+        """How many tokens of `close` include the thought's end; `_NEVER`: it has none."""
+
+    def tail(self, position: int) -> slice:
+        """Returns the places before `position` that may hold a marker: of new tokens, the last ones."""
+        return slice(max(self._prompt_len, position - MAX_MARKER_TOKENS), position)
+
+    def take(self, tail: list[int], position: int) -> None:
+        """Takes up the token before `position`, the last one of its `tail`."""
+
+        def found(marker: list[int]) -> bool:
+            return 0 < len(marker) <= len(tail) and tail[-len(marker) :] == marker
+
+        if self.until == _NEVER:
+            if not found(self._start):
+                return
+            self.until, ends = position + self._tokens, False
+        else:
+            ends = found(self._end)
+        if position < self.until:
+            self.until = _NEVER if ends else self.until
+            return
+        begun = next((size for size in range(len(self.close), 0, -1) if found(self.close[:size])), 0)
+        # An end inside of `close` does not keep the rest from following, but a grammar may.
+        ends = ends and (position == self.until or not begun)
+        if ends or begun == len(self.close) or (self.written >= self.essential and begun != self.written + 1):
+            self.until, begun = _NEVER, 0
+        self.written = begun
+
+
 class ThinkingBudgets:
-    """The budgets of slots. The tables below exist only after `allocate`; the last row is for padding."""
+    """The budgets of slots.
+
+    Tokens on the host need none of the tables below, which `allocate` makes. Their last row is for padding.
+    """
 
     _state: torch.Tensor
     """int64 [slots + 1, 5]: the position at which a thought must end, `_NEVER` outside of thoughts; how many
@@ -72,16 +122,15 @@ class ThinkingBudgets:
         """
         self._tokens = tokens
         self._prompt_len = prompt_len
-        self._slots: set[int] = set()
-        self._is_allocated = False
-        # Tokens of the longest marker so far.
-        self._width = 1
+        # Of slots with budgets; kept up to date only without tables.
+        self._thoughts: dict[int, _Thought] = {}
+        self._has_tables = False
 
     def allocate(self) -> None:
         """Allocates the tables, unless they exist."""
-        if self._is_allocated:
+        if self._has_tables:
             return
-        self._is_allocated = True
+        self._has_tables = True
         rows, width, device = len(self._tokens), MAX_MARKER_TOKENS, self._tokens.device
         self._state = torch.zeros((rows, 5), dtype=torch.int64, device=device)
         self._state[:, 0] = _NEVER
@@ -94,21 +143,26 @@ class ThinkingBudgets:
         """Stores the budget of a request, as its tokens leave it, or that it has none."""
         slot = request.slot
         if not request.sampling.HasField("thinking_budget"):
-            if slot in self._slots:
-                self._slots.discard(slot)
+            if self._thoughts.pop(slot, None) is not None and self._has_tables:
                 self._state[slot, 0] = _NEVER
                 self._lengths[slot] = _NEVER
             return
-        self.allocate()
-        self._slots.add(slot)
-        budget = request.sampling.thinking_budget
-        close, width = list(budget.close_ids), MAX_MARKER_TOKENS
+        budget, tokens = request.sampling.thinking_budget, list(request.token_ids)
+        self._thoughts[slot] = thought = _Thought(budget, request.prompt_len)
+        for position in range(request.prompt_len + 1, len(tokens)):
+            thought.take(tokens[thought.tail(position)], position)
+        if not is_host(self._tokens.device):
+            self.allocate()
+        if self._has_tables:
+            self._write(slot, thought, budget)
+
+    def _write(self, slot: int, thought: _Thought, budget: common_pb2.ThinkingBudget) -> None:
+        close, width = thought.close, MAX_MARKER_TOKENS
         patterns = [list(budget.start_ids), list(budget.end_ids)]
         patterns += [close[:count] for count in range(1, len(close) + 1)]
-        self._width = max(self._width, *map(len, patterns))
         patterns += [[]] * (2 + width - len(patterns))
         rows = [
-            *_state_of(budget, request.token_ids, request.prompt_len), budget.tokens, len(close), _essential(budget),
+            thought.until, thought.written, budget.tokens, len(close), thought.essential,
             *(token for each in patterns for token in (*[_ANY] * (width - len(each)), *each)),
             *(len(each) or _NEVER for each in patterns),
             *close, *[0] * (width - len(close)),
@@ -123,7 +177,7 @@ class ThinkingBudgets:
 
     def limit_any(self, slots: Sequence[int]) -> bool:
         """Whether any of the slots has a budget."""
-        return bool(self._slots) and not self._slots.isdisjoint(slots)
+        return bool(self._thoughts) and not self._thoughts.keys().isdisjoint(slots)
 
     def advance(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes up each row's last token. Call it once for each new token, before the next one is chosen.
@@ -135,30 +189,35 @@ class ThinkingBudgets:
         Returns:
             The fields of `Endings`.
         """
-        return self._advance(rows, positions, self._width)
+        return (self._advance if self._has_tables else self._advance_on_host)(rows, positions)
 
-    def advance_any(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does the same for markers of any length, as captured steps must."""
-        return self._advance(rows, positions, MAX_MARKER_TOKENS)
-
-    def _advance(
-        self, rows: torch.Tensor, positions: torch.Tensor, width: int
+    def _advance_on_host(
+        self, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        due, tokens = [False] * len(rows), [0] * len(rows)
+        for row, (slot, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            if (thought := self._thoughts.get(slot)) is None:
+                continue
+            thought.take(self._tokens[slot, thought.tail(position)].tolist(), position)
+            if position >= thought.until:
+                due[row], tokens[row] = True, thought.close[thought.written]
+        return torch.tensor(due), torch.tensor(tokens)
+
+    def _advance(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         until, written, tokens, close_len, essential = self._state[rows].unbind(1)
-        places = positions[:, None] - self._counts[:width].flip(0)
+        places = positions[:, None] - self._counts.flip(0)
         last = self._tokens[rows[:, None], places.clamp_(min=0)]
-        patterns = self._patterns[:, : _BEGINNINGS + width, -width:][rows]
+        patterns = self._patterns[rows]
         found = ((patterns == last[:, None]) | (patterns == _ANY)).all(dim=-1)
         # Markers are new tokens only. The prompt may end like one.
-        lengths = self._lengths[:, : _BEGINNINGS + width][rows]
-        found &= lengths <= (positions - self._prompt_len[rows])[:, None]
-        begun = (found[:, _BEGINNINGS:] * self._counts[:width]).amax(dim=-1)
-        # An end inside of `close_ids` does not keep the rest from following, but a grammar may.
-        ends = found[:, _END] & ~((positions > until) & (begun > 0))
+        found &= self._lengths[rows] <= (positions - self._prompt_len[rows])[:, None]
+        begun = (found[:, _BEGINNINGS:] * self._counts).amax(dim=-1)
+        idle = until == _NEVER
+        ends = found[:, _END] & ~idle & ~((positions > until) & (begun > 0))
+        until = torch.where(idle & found[:, _START], positions + tokens, until)
         ends |= (positions >= until) & (begun == close_len)
         ends |= (written >= essential) & (begun != written + 1)
-        opened = torch.where(found[:, _START], positions + tokens, _NEVER)
-        until = torch.where(until == _NEVER, opened, until.masked_fill(ends, _NEVER))
+        until = until.masked_fill(ends, _NEVER)
         due = positions >= until
         self._state[rows, :2] = torch.stack([until, begun * due], dim=1)
         index = begun.clamp(max=MAX_MARKER_TOKENS - 1)[:, None]
@@ -168,37 +227,3 @@ class ThinkingBudgets:
 def thinking_bytes(num_slots: int) -> int:
     """Returns the bytes of the tables of `num_slots` slots."""
     return 8 * (num_slots + 1) * (5 + (2 + MAX_MARKER_TOKENS) * (MAX_MARKER_TOKENS + 1) + MAX_MARKER_TOKENS)
-
-
-def _essential(budget: common_pb2.ThinkingBudget) -> int:
-    """Returns how many `close_ids` include `end_ids`; more than there are if they never do."""
-    close, end = tuple(budget.close_ids), tuple(budget.end_ids)
-    sizes = range(len(end), len(close) + 1)
-    return next((size for size in sizes if close[size - len(end) : size] == end), len(close) + 1)
-
-
-def _state_of(budget: common_pb2.ThinkingBudget, known: Sequence[int], prompt_len: int) -> tuple[int, int]:
-    """Returns the first two columns of a sequence's state, before its last token is taken up."""
-    start, end, close = (tuple(ids) for ids in (budget.start_ids, budget.end_ids, budget.close_ids))
-    tokens, essential = tuple(known), _essential(budget)
-
-    def found(marker: tuple[int, ...], stop: int) -> bool:
-        size = len(marker)
-        return 0 < size <= stop - prompt_len and tokens[stop - size : stop] == marker
-
-    def begun_at(stop: int) -> int:
-        return next((size for size in range(len(close), 0, -1) if found(close[:size], stop)), 0)
-
-    until, written = prompt_len + budget.tokens if budget.open else _NEVER, 0
-    for position in range(prompt_len + 1, len(tokens)):
-        if until == _NEVER:
-            until = position + budget.tokens if found(start, position) else _NEVER
-        elif position < until:
-            until = _NEVER if found(end, position) else until
-        else:
-            begun = begun_at(position)
-            ends = found(end, position) and (position == until or not begun)
-            if ends or begun == len(close) or (written >= essential and begun != written + 1):
-                until = _NEVER
-        written = begun_at(position) if position >= until else 0
-    return until, written

@@ -219,7 +219,11 @@ async def test_a_thought_ends_within_steps_in_flight(steps: Steps) -> None:
         for step in (3, 4):
             both = worker_pb2.Decode(slots=[0, 1], bucket=2, steps=4, steps_per_result=4)
             await steps.write(worker_pb2.StepPlan(step=step, decode=both))
-        written = [token for _ in range(2) for token in (await steps.read()).token_ids]
+        written: list[int] = []
+        for _ in range(2):
+            result = await steps.read()
+            assert isinstance(result, worker_pb2.StepResult)
+            written += result.token_ids
         free.setdefault(0, written[::2])
         assert written[::2] == free[0], "of a slot without a budget"
         whole = [*known, *first, *written[1::2]]

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,6 +19,7 @@ from tests.support.worker.replay_worker import CapturingDevice
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
+from worker_svc.sampling.thinking import ThinkingBudgets
 from worker_svc.shapes import ShapeConfig
 
 pytestmark = pytest.mark.property
@@ -109,6 +111,53 @@ def budgets(draw: Callable[..., Any]) -> common_pb2.ThinkingBudget | None:
     )
 
 
+class Slot:
+    """One slot's tokens and its budget, with the state on the host or in tables."""
+
+    def __init__(self, *, tables: bool) -> None:
+        self.tokens = torch.zeros((2, 64), dtype=torch.int64)
+        self.prompt_len = torch.zeros(2, dtype=torch.int64)
+        self.budgets = ThinkingBudgets(self.tokens, self.prompt_len)
+        if tables:
+            self.budgets.allocate()
+
+    def admit(self, prompt: Sequence[int], known: Sequence[int], budget: common_pb2.ThinkingBudget) -> None:
+        self.tokens[0, : len(known)] = torch.tensor(known)
+        self.prompt_len[0] = len(prompt)
+        sampling = sampling_params(thinking_budget=budget)
+        self.budgets.set(Admission(0, tuple(known), 0, sampling, {}, num_prompt_tokens=len(prompt)))
+
+    def ending(self, known: Sequence[int]) -> int | None:
+        """Returns the token to write after the known ones, the last of which is new."""
+        self.tokens[0, len(known) - 1] = known[-1]
+        due, tokens = self.budgets.advance(torch.tensor([0]), torch.tensor([len(known)]))
+        return int(tokens[0]) if due[0] else None
+
+
+@given(
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
+    budget=budgets().filter(lambda budget: budget is not None),
+    admissions=st.sets(st.integers(0, NEW)),
+    refused=st.sets(st.integers(0, NEW)),
+)
+@scaled(1000)
+def test_hosts_tables_and_admissions_agree(
+    prompt: list[int], budget: common_pb2.ThinkingBudget, admissions: set[int], refused: set[int]
+) -> None:
+    """Whether or not a grammar refuses some of the tokens."""
+    slots, known = [Slot(tables=False), Slot(tables=True)], list(prompt)
+    for index in range(NEW):
+        if not index or index in admissions:
+            for slot in slots:
+                slot.admit(prompt, known, budget)
+        ending, same = (slot.ending(known) for slot in slots)
+        assert ending == same
+        due = ending is not None and index not in refused
+        known.append(ending if due and ending is not None else next_token(known[-1], len(known) - 1))
+    if not refused:
+        assert known[len(prompt) :] == reference(prompt, budget)
+
+
 class Replica:
     """A runner with up to four requests, known by their slots."""
 
@@ -148,6 +197,12 @@ class Replica:
         known += tokens[0]
 
 
+@cache
+def replica_of(*, captured: bool) -> Replica:
+    """Returns a replica that all examples share."""
+    return Replica(captured=captured)
+
+
 @given(
     requests=st.lists(
         st.tuples(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), budgets(), st.booleans()),
@@ -157,13 +212,14 @@ class Replica:
     chance=st.randoms(use_true_random=False),
     captured=st.booleans(),
 )
-@scaled(400)
+@scaled(80)
 def test_thoughts_end_as_the_reference_ends_them(
     requests: list[tuple[list[int], common_pb2.ThinkingBudget | None, bool]],
     chance: random.Random,
     captured: bool,
 ) -> None:
-    replica = Replica(captured=captured)
+    replica = replica_of(captured=captured)
+    replica.runner.reset()
     known = [list(prompt) for prompt, *_ in requests]
     running: set[int] = set()
 
@@ -189,7 +245,8 @@ def test_thoughts_end_as_the_reference_ends_them(
             replica.launch(release=(slot := chance.choice(sorted(running)),))()
             running.discard(slot)
         elif chance.random() < 0.05:
-            replica, running = Replica(captured=captured), set()
+            replica.runner.reset()
+            running.clear()
         else:
             slots = chance.sample(sorted(running), chance.randint(1, len(running)))
             room = min(len(requests[slot][0]) + NEW - len(known[slot]) for slot in slots)
