@@ -36,15 +36,15 @@ from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
 from gateway.settings import HARMONY, VLLM_PREFIX, Settings
 from gateway.text.tokenization import TextCodec
 from gateway.tools import harmony, vllm_parsers
-from gateway.tools.formats import (
-    LIST_SHAPE,
-    SHAPES,
-    ArgumentsAlone,
+from gateway.tools.grammar import (
     Callee,
-    Shape,
     Tag,
     behind_thinking,
+    either,
+    json_schema,
+    optional,
     place_constraint,
+    required,
     structural,
 )
 from protos.errors import InvalidArgument, Unsupported
@@ -293,7 +293,7 @@ def plan_answer(
     """Plans the answer to ``body``. The effort grows with the request's tools and schemas.
 
     Raises:
-        Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.
+        Unsupported: if calls are optional and no parser finds them.
         InvalidArgument: if the constraint cannot be read, or contradicts the choice of tools.
     """
     choice = body.tool_choice or ("auto" if body.tools else "none")
@@ -410,10 +410,6 @@ def _format(settings: Settings, served: ServedModel) -> Format | None:
     return served.text.shown.tools if name == "auto" else FORMATS.get(name)
 
 
-def _shape(form: Format | None) -> Shape | None:
-    return next((SHAPES[name] for name, each in FORMATS.items() if each is form and name in SHAPES), None)
-
-
 def _callee(tool: Tool, *, strict: bool) -> Callee:
     # A tool that is not strict may get any object, unless it takes nothing.
     if tool.function.has_no_parameters:
@@ -425,16 +421,11 @@ def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: T
     """Plans an answer of calls alone: of any tool, or a single call of the named tool."""
     callees = _must_call(body)
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
-    shape: Shape | ArgumentsAlone
-    called: Format | str
-    if form is not None and (own := _shape(form)) is not None:
-        called, shape = form, own
-    elif name is None:
-        called, shape = LIST, LIST_SHAPE
-    else:
-        called, shape = name, ArgumentsAlone()
-    calls = shape.required(callees, parallel=body.parallel_tool_calls and name is None)
-    return _CallPlan(called, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+    if form is None and name is not None:
+        return _CallPlan(name, structural(thinking.behind(json_schema(callees[0].schema), _TOOLS)), _TOOLS)
+    form = form or LIST
+    calls = required(form, callees, parallel=body.parallel_tool_calls and name is None)
+    return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
 
 
 def _must_call(body: ChatCompletionRequest) -> list[Callee]:
@@ -471,34 +462,18 @@ def _plan_optional(
             " gateway with --tool-call-parser",
             param="tool_choice",
         )
-    strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
-    if asked is None and not strict:
+    if asked is None and not any(tool.function.strict for tool in body.tools):
         return _CallPlan(form)
-    if (shape := _shape(form)) is None:
-        raise _without_grammar(body.constraint_param if asked is not None else None, strict)
     callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in body.tools]
+    parallel = body.parallel_tool_calls
     if asked is None:
-        calls = shape.optional(callees, parallel=body.parallel_tool_calls)
+        # After an optional thought, free text does not begin with its marker.
+        mark = thinking.marks.start if thinking.marks and thinking.at is Thinking.POSSIBLE else ""
+        calls = optional(form, callees, parallel=parallel, never_first=mark)
         return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
     param = body.constraint_param
-    required = shape.required(callees, parallel=body.parallel_tool_calls)
 
     def place(answer: Tag) -> Tag:
-        return thinking.behind({"type": "or", "elements": [required, answer]}, param)
+        return thinking.behind(either(form, callees, answer, parallel=parallel), param)
 
     return _CallPlan(form, place_constraint(asked, place, param), param)
-
-
-def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:
-    if param is not None:
-        return Unsupported(
-            f"{param} is not supported together with optional tool calls: the parser of this model's calls"
-            ' has no grammar for "calls or this answer"; omit it, or send tool_choice "none"',
-            param=param,
-        )
-    param = f"tools[{strict[0]}].function.strict"
-    return Unsupported(
-        f"{param}=true is not supported: the parser of this model's calls has no grammar for"
-        ' tool_choice "auto"; omit it, or send tool_choice "required" or a function\'s name',
-        param=param,
-    )

@@ -46,7 +46,7 @@ def _call(form: Format, call: Call, number: int) -> str:
             ]
             return name + _numbered(kind.name_end, number) + "".join(values)
         case Python():
-            return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
         case LooseObject() as kind:
             return name + _loose(arguments, kind.quote)
         case Elements() as kind:
@@ -69,6 +69,18 @@ def _key_end(kind: Tagged, value: Any) -> str:
     names = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
     of_type = [text for text in kind.json_key_ends if names.get(type(value), "null") in text]
     return (of_type or kind.json_key_ends)[0]
+
+
+def _python(value: Any) -> str:
+    """Returns a literal of Python, in whose texts only what JSON escapes is escaped."""
+    match value:
+        case str():
+            return "'" + _json(value)[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        case list():
+            return f"[{', '.join(map(_python, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_python(key)}: {_python(item)}' for key, item in value.items())}}}"
+    return repr(value)
 
 
 def _loose(value: Any, quote: str) -> str:

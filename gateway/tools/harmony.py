@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gateway.parsers.harmony import CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, ROLE, START
-from gateway.tools.formats import Callee, Tag, constant, json_schema, tag
+from gateway.tools.grammar import Callee, Tag, constant, json_schema, tag
 
 ANY: Final[Tag] = {"type": "any_text"}
 

@@ -492,7 +492,7 @@ def matches(tree: Rx, text: str) -> bool:
 
 @lru_cache(256)
 def _matcher(tree: Rx) -> LLMatcher:
-    return terminal_matcher(terminal(tree, in_json=False))
+    return terminal_matcher(terminal(tree))
 
 
 def terminal_matcher(body: str) -> LLMatcher:
@@ -510,9 +510,9 @@ def is_empty(body: str) -> bool:
     return not any(matcher.compute_bitmask()[: 256 // 8])
 
 
-# A text's characters inside a JSON string: most stand for themselves.
-_UNSAFE: Final = union([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
-_SHORT_ESCAPES: Final = {0x22: '"', 0x5C: "\\", 8: "b", 9: "t", 10: "n", 12: "f", 13: "r"}
+# A text's characters inside quotation marks: most stand for themselves.
+_UNSAFE: Final = [(0, 0x1F), (0x5C, 0x5C)]
+_SHORT_ESCAPES: Final = {0x5C: "\\", 8: "b", 9: "t", 10: "n", 12: "f", 13: "r"}
 # A character of a string without other constraints, written in any way.
 _HIGH: Final = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW: Final = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -524,46 +524,46 @@ FREE_CHARACTER: Final = (
 """A terminal for one character of a JSON string, which may be escaped."""
 
 
-def terminal(tree: Rx, *, in_json: bool) -> str:
+def terminal(tree: Rx, *, quote: str = "") -> str:
     """Returns an expression as the body of a terminal.
 
-    `in_json`: it describes the characters of a JSON string, in which some must be escaped.
+    With a `quote`, it describes the characters of a string in such quotation marks, as in JSON or Python.
     """
     if isinstance(tree, Repeat) and tree.most == 0:
         return '""'
-    text = _plain(tree, in_json)
+    text = _plain(tree, quote)
     if text is not None:
         return f"/{text}/" if text else '""'
     match tree:
         case Sequence(parts):
-            return f"({' '.join(terminal(part, in_json=in_json) for part in parts)})"
+            return f"({' '.join(terminal(part, quote=quote) for part in parts)})"
         case AnyOf(parts):
-            return f"({' | '.join(terminal(part, in_json=in_json) for part in parts)})"
+            return f"({' | '.join(terminal(part, quote=quote) for part in parts)})"
         case AllOf(parts):
-            return f"({' & '.join(terminal(part, in_json=in_json) for part in parts)})"
+            return f"({' & '.join(terminal(part, quote=quote) for part in parts)})"
         case Not(part):
-            everything = terminal(ANY, in_json=in_json)
-            return f"({everything} & ~({terminal(part, in_json=in_json)}))"
+            everything = terminal(ANY, quote=quote)
+            return f"({everything} & ~({terminal(part, quote=quote)}))"
         case Repeat(part, least, most):
-            return f"({terminal(part, in_json=in_json)}){{{least},{'' if most is None else most}}}"
+            return f"({terminal(part, quote=quote)}){{{least},{'' if most is None else most}}}"
     raise AssertionError(tree)
 
 
-def _plain(tree: Rx, in_json: bool) -> str | None:
+def _plain(tree: Rx, quote: str) -> str | None:
     """Returns an expression without operators of terminals alone; `None` if it needs them."""
     match tree:
         case Chars(chars):
-            return _chars_text(chars, in_json)
+            return _chars_text(chars, quote)
         case Sequence(parts):
-            texts = [_plain(part, in_json) for part in parts]
+            texts = [_plain(part, quote) for part in parts]
             return None if None in texts else "".join(map(str, texts))
         case AnyOf(parts) if parts:
-            texts = [_plain(part, in_json) for part in parts]
+            texts = [_plain(part, quote) for part in parts]
             return None if None in texts else f"(?:{'|'.join(map(str, texts))})"
         case AnyOf():
             return r"[a&&b]"
         case Repeat(part, least, most):
-            if (text := _plain(part, in_json)) is None:
+            if (text := _plain(part, quote)) is None:
                 return None
             sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
             counts = f"{{{least},{'' if most is None else most}}}"
@@ -573,16 +573,18 @@ def _plain(tree: Rx, in_json: bool) -> str | None:
 
 
 @lru_cache(1024)
-def _chars_text(chars: Charset, in_json: bool) -> str:
-    if not in_json:
+def _chars_text(chars: Charset, quote: str) -> str:
+    if not quote:
         return class_text(chars) if chars else r"[a&&b]"
-    safe, options = difference(chars, _UNSAFE), []
+    escapes = {**_SHORT_ESCAPES, ord(quote): quote}
+    unsafe = union([*_UNSAFE, (ord(quote), ord(quote))])
+    safe, options = difference(chars, unsafe), []
     if safe:
         options.append(class_text(safe))
-    for first, last in intersection(chars, _UNSAFE):
+    for first, last in intersection(chars, unsafe):
         for point in range(first, last + 1):
-            if point in _SHORT_ESCAPES:
-                options.append(f"\\\\\\x{{{ord(_SHORT_ESCAPES[point]):x}}}")
+            if point in escapes:
+                options.append(f"\\\\\\x{{{ord(escapes[point]):x}}}")
             if point < 0x20:
                 high, low = divmod(point, 16)
                 options.append(f"\\\\u00{high}{low if low < 10 else f'[{low:x}{low:X}]'}")

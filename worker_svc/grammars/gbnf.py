@@ -59,7 +59,7 @@ def write_characters(tree: Rx, writer: GrammarWriter) -> tuple[Symbol, ...]:
         case Repeat(part, least, most):
             return (Repeated(writer.shared_rule([write_characters(part, writer)]), least, most),)
         case _:
-            return (writer.terminal(terminal(tree, in_json=False)),)
+            return (writer.terminal(terminal(tree)),)
 
 
 class _Reader:

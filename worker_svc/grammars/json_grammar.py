@@ -1,15 +1,15 @@
-"""Writes JSON schemas as rules of an llguidance grammar (Lark).
+"""Writes values of JSON schemas as rules of an llguidance grammar (Lark), in JSON.
 
 Properties follow the schema's order, unlisted properties come last, and no listed name occurs twice.
 White space is free up to a limit. Rules without a finite text are removed with their users.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import product
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, TypeAlias
 
 from worker_svc.grammars.expressions import (
     ALL,
@@ -63,28 +63,66 @@ class _Object:
     most: int | None = None
 
 
-class JsonWriter:
-    """Writes the rules of a schema."""
+Symbols: TypeAlias = tuple[Symbol, ...]
+Member: TypeAlias = Callable[[str | Rx, Conjunction], Symbols]
+"""Writes a property: its name, or an expression for it, and its value."""
 
-    def __init__(self, schema: Any, writer: GrammarWriter) -> None:
-        self._schemas = Schemas(schema)
+
+@dataclass(frozen=True)
+class Punctuation:
+    """Symbols around and between the parts of a value."""
+
+    opening: Symbols = ()
+    comma: Symbols = ()
+    closing: Symbols = ()
+
+
+class JsonWriter:
+    """Writes the rules of a schema. Subclasses write values in other notations."""
+
+    objects = Punctuation(("OPEN_OBJECT",), ("COMMA",), ("CLOSE_OBJECT",))
+    arrays = Punctuation(("OPEN_ARRAY",), ("COMMA",), ("CLOSE_ARRAY",))
+    words: ClassVar[Mapping[Any, str]] = {None: "null", True: "true", False: "false"}
+
+    def __init__(self, schemas: Schemas, writer: GrammarWriter) -> None:
+        self._schemas = schemas
         self._writer = writer
         self._names: dict[Conjunction, str] = {}
         self._pending: list[Conjunction] = []
 
     def write(self) -> str:
         """Writes all rules and returns the first; refuses a schema that cannot be enforced."""
-        root = self._rule(self._schemas.root)
+        root = self._root()
+        self.write_pending()
+        return root
+
+    def _root(self) -> str:
+        return self._rule(self._schemas.root)
+
+    def _members(self, punctuation: Punctuation, member: Member) -> str:
+        """Returns a rule for the root's properties, written in another way than nested ones."""
+        root = self._schemas.root
+        return self._writer.add(
+            self._writer.new_rule("m"),
+            dict.fromkeys(
+                self._object(form, punctuation, member)
+                for facts in self._schemas.alternatives(root)
+                if facts.values is None and "object" in facts.types
+                for form in self._objects(facts.properties, root)
+            ),
+        )
+
+    def write_pending(self) -> None:
+        """Writes the rules that others need."""
         while self._pending:
             schema = self._pending.pop()
             name = self._names[schema]
             options = [
                 symbols
                 for facts in self._schemas.alternatives(schema)
-                for symbols in self._options(facts, schema)
+                for symbols in self.options(facts, schema)
             ]
             self._writer.add(name, dict.fromkeys(options))
-        return root
 
     def _rule(self, schema: Conjunction) -> str:
         if schema not in self._names:
@@ -95,34 +133,35 @@ class JsonWriter:
     def _refuse(self, schema: Conjunction, what: str) -> NoReturn:
         refuse_schema(self._schemas.place(schema), what)
 
-    def _options(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
+    def options(self, facts: Facts, schema: Conjunction) -> Iterator[Symbols]:
         """Yields the ways to write a value fitting some facts."""
         if facts.values is not None:
-            values = sorted(
-                map(value_text, facts.values.values()), key=lambda text: text in ("null", "true", "false")
-            )
-            # One terminal for all texts keeps long lists fast.
-            yield (self._writer.terminal(texts_terminal(values)),)
+            if facts.values:
+                yield from self._literals(facts.values.values())
             return
         if "null" in facts.types and ("null", None) not in facts.excluded:
-            yield ('"null"',)
+            yield (f'"{self.words[None]}"',)
         if "boolean" in facts.types:
-            for value, text in ((True, '"true"'), (False, '"false"')):
+            for value in (True, False):
                 if ("boolean", value) not in facts.excluded:
-                    yield (text,)
+                    yield (f'"{self.words[value]}"',)
         if facts.types & NUMBERS:
             yield from self._number(facts, schema)
         if "string" in facts.types:
-            excluded = [value for kind, value in facts.excluded if kind == "string"] if facts.excluded else []
-            texts = replace(facts.texts, never=facts.texts.never | frozenset(map(literal, excluded)))
-            yield from self._text(texts)
+            yield from self._text(self._texts(facts))
         if "array" in facts.types:
             yield self._array(facts.items, schema)
         if "object" in facts.types:
             for properties in self._objects(facts.properties, schema):
-                yield self._object(properties)
+                yield self._object(properties, self.objects, self._member)
 
-    def _number(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
+    def _literals(self, values: Iterable[Any]) -> Iterator[Symbols]:
+        """Yields the ways to write some values without parts."""
+        texts = sorted(map(value_text, values), key=lambda text: text in ("null", "true", "false"))
+        # One terminal for all texts keeps long lists fast.
+        yield (self._writer.terminal(texts_terminal(texts)),)
+
+    def _number(self, facts: Facts, schema: Conjunction) -> Iterator[Symbols]:
         excluded = frozenset(Decimal(value) for kind, value in facts.excluded if kind in NUMBERS)
         try:
             bodies = number_bodies(
@@ -143,37 +182,54 @@ class JsonWriter:
 
     # -- strings
 
-    def _text(self, texts: Texts) -> Iterator[tuple[Symbol, ...]]:
+    def _texts(self, facts: Facts) -> Texts:
+        excluded = [literal(value) for kind, value in facts.excluded if kind == "string"]
+        return replace(facts.texts, never=facts.texts.never | frozenset(excluded))
+
+    def _text(self, texts: Texts) -> Iterator[Symbols]:
         body = text_terminal(texts)
         if not is_empty(body):
             yield (self._writer.terminal(f'"\\"" {body} "\\""'),)
 
-    def _key(self, rx: Rx) -> str:
-        return self._writer.terminal(
-            f'"\\"" {FREE_CHARACTER}* "\\""' if rx == ANY else f'"\\"" {terminal(rx, in_json=True)} "\\""'
-        )
+    def _member(self, key: str | Rx, value: Conjunction) -> Symbols:
+        return (self._writer.terminal(self._key(key)), "COLON", self._rule(value))
+
+    def _key(self, key: str | Rx) -> str:
+        """Returns the body of a terminal for a property's name."""
+        if isinstance(key, str):
+            return texts_terminal([value_text(key)])
+        name = f"{FREE_CHARACTER}*" if key == ANY else terminal(key, quote='"')
+        return f'"\\"" {name} "\\""'
 
     # -- arrays
 
-    def _array(self, items: Items, schema: Conjunction) -> tuple[Symbol, ...]:
+    def _item(self, value: Conjunction) -> Symbols:
+        return (self._rule(value),)
+
+    def _unique_item(self, value: Any) -> Symbols:
+        (written,) = self._literals([value])
+        return written
+
+    def _array(self, items: Items, schema: Conjunction) -> Symbols:
         if items.rest == FALSE:
             items = replace(items, most=lower(items.most, len(items.prefix)))
         if items.unique and (items.most is None or items.most > 1):
             return self._unique(items, schema)
         if items.contains:
-            return ("OPEN_ARRAY", self._counted(items, schema))
+            return (*self.arrays.opening, self._counted(items, schema))
         if not items.prefix:
-            item = self._rule(items.rest)
+            item = self._item(items.rest)
+            opening, comma, closing = self.arrays.opening, self.arrays.comma, self.arrays.closing
             if items.most == 0:
-                return ("OPEN_ARRAY", "CLOSE_ARRAY")
-            following = self._writer.add(self._writer.new_rule("i"), [("COMMA", item)])
+                return (*opening, *closing)
+            following = self._writer.add(self._writer.new_rule("i"), [(*comma, *item)])
             most = None if items.most is None else items.most - 1
-            some = (item, Repeated(following, max(items.least - 1, 0), most), "CLOSE_ARRAY")
+            some = (*item, Repeated(following, max(items.least - 1, 0), most), *closing)
             rest = self._writer.add(
-                self._writer.new_rule("a"), [some, *([("CLOSE_ARRAY",)] if not items.least else [])]
+                self._writer.new_rule("a"), [some, *([closing] if not items.least else [])]
             )
-            return ("OPEN_ARRAY", rest)
-        return ("OPEN_ARRAY", self._counted(items, schema))
+            return (*opening, rest)
+        return (*self.arrays.opening, self._counted(items, schema))
 
     def _counted(self, items: Items, schema: Conjunction) -> str:
         """Returns a rule for the items of an array and its end: one state for each position and count."""
@@ -197,20 +253,19 @@ class JsonWriter:
         while pending:
             state = pending.pop()
             at, counts = state[0], state[1:]
-            options: list[tuple[Symbol, ...]] = []
+            options: list[Symbols] = []
             if at >= items.least and all(
                 count >= each.least for count, each in zip(counts, items.contains, strict=True)
             ):
-                options.append(("CLOSE_ARRAY",))
+                options.append(self.arrays.closing)
             if items.most is None or at < items.most:
                 for chosen in product((False, True), repeat=len(caps)):
                     found = self._chosen(items, at, counts, chosen, caps)
                     if found is not None:
                         value, after = found
-                        comma: tuple[Symbol, ...] = ("COMMA",) if at else ()
-                        options.append(
-                            (*comma, self._rule(value), name_of((min(at + 1, max(longest, 1)), *after)))
-                        )
+                        comma = self.arrays.comma if at else ()
+                        following = name_of((min(at + 1, max(longest, 1)), *after))
+                        options.append((*comma, *self._item(value), following))
             writer.add(names[state], options)
         return first
 
@@ -236,9 +291,9 @@ class JsonWriter:
         ((number, scope, holds),) = schema
         return frozenset({(number, scope, not holds)})
 
-    def _unique(self, items: Items, schema: Conjunction) -> tuple[Symbol, ...]:
+    def _unique(self, items: Items, schema: Conjunction) -> Symbols:
         """Returns the symbols of an array without equal items, whose values must be few."""
-        texts: dict[Any, str] = {}
+        found: dict[Any, Any] = {}
         alternatives = self._schemas.alternatives(items.rest)
         for facts in alternatives:
             values = facts.values
@@ -249,29 +304,30 @@ class JsonWriter:
                     if key[0] in facts.types and key not in facts.excluded
                 }
             if values is None:
-                texts.clear()
+                found.clear()
                 break
-            texts.update({key: value_text(value) for key, value in values.items()})
-        if not texts or len(texts) > _MAX_UNIQUE or items.prefix or items.contains:
+            found.update(values)
+        if not found or len(found) > _MAX_UNIQUE or items.prefix or items.contains:
             self._refuse(
                 schema,
                 "has uniqueItems, which can be enforced only if the items are listed in an enum; omit it",
             )
         writer, first, following = self._writer, self._writer.new_rule("u"), self._writer.new_rule("u")
-        most = len(texts) if items.most is None else min(items.most, len(texts))
-        for bit, text in enumerate(texts.values()):
-            for name, comma in ((first, ()), (following, ("COMMA",))):
+        most = len(found) if items.most is None else min(items.most, len(found))
+        for bit, value in enumerate(found.values()):
+            written = self._unique_item(value)
+            for name, comma in ((first, ()), (following, self.arrays.comma)):
                 writer.add_if(
                     name,
-                    (*comma, self._writer.terminal(texts_terminal([text])), f"{following}::set_bit({bit})"),
+                    (*comma, *written, f"{following}::set_bit({bit})"),
                     f"and(bit_clear({bit}), bit_count_lt(_, {most}))",
                 )
-        writer.add_if(following, ("CLOSE_ARRAY",), f"bit_count_ge(_, {items.least})")
+        writer.add_if(following, self.arrays.closing, f"bit_count_ge(_, {items.least})")
         if not items.least:
-            writer.add_if(first, ("CLOSE_ARRAY",), "is_zeros(_)")
+            writer.add_if(first, self.arrays.closing, "is_zeros(_)")
         if items.least > most:
-            return ("OPEN_ARRAY", writer.add(writer.new_rule("u"), []))
-        return ("OPEN_ARRAY", f"{first}::0x0")
+            return (*self.arrays.opening, writer.add(writer.new_rule("u"), []))
+        return (*self.arrays.opening, f"{first}::0x0")
 
     # -- objects
 
@@ -384,7 +440,7 @@ class JsonWriter:
                 continue
             parts = [*(rx if rx in matching else Not(rx) for rx in patterns), *common]
             name = ANY if not parts else parts[0] if len(parts) == 1 else AllOf(tuple(parts))
-            if not is_empty(terminal(name, in_json=True)):
+            if not is_empty(terminal(name, quote='"')):
                 found.append((name, value))
         return tuple(found)
 
@@ -396,16 +452,13 @@ class JsonWriter:
             if facts.values is not None:
                 options += [literal(value) for value in facts.values.values() if isinstance(value, str)]
             elif "string" in facts.types:
-                excluded = [literal(value) for kind, value in facts.excluded if kind == "string"]
-                options.append(
-                    text_expression(replace(facts.texts, never=facts.texts.never | frozenset(excluded)))
-                )
+                options.append(text_expression(self._texts(facts)))
         return [AnyOf(tuple(options))] if len(options) != 1 else options
 
-    def _object(self, form: _Object) -> tuple[Symbol, ...]:
+    def _object(self, form: _Object, punctuation: Punctuation, member: Member) -> Symbols:
         writer = self._writer
-        extra = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.others]
-        needed = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.some]
+        extra = [member(rx, value) for rx, value in form.others]
+        needed = [member(rx, value) for rx, value in form.some]
         names: dict[tuple[int, int], str] = {}
         pending: list[tuple[int, int]] = []
         cap = max(form.least, 0 if form.most is None else form.most + 1, 1)
@@ -422,24 +475,23 @@ class JsonWriter:
         first = state(0, 0)
         while pending:
             at, count = pending.pop()
-            comma: tuple[Symbol, ...] = ("COMMA",) if count else ()
+            comma = punctuation.comma if count else ()
             is_full = form.most is not None and count >= form.most
-            options: list[tuple[Symbol, ...]] = []
+            options: list[Symbols] = []
             if at < len(form.listed):
                 name, value, is_required = form.listed[at]
                 if not is_full:
-                    key = self._writer.terminal(texts_terminal([value_text(name)]))
-                    options.append((*comma, key, "COLON", self._rule(value), state(at + 1, count + 1)))
+                    options.append((*comma, *member(name, value), state(at + 1, count + 1)))
                 if not is_required:
                     options.append((state(at + 1, count),))
             else:
                 if at == last and count >= form.least:
-                    options.append(("CLOSE_OBJECT",))
+                    options.append(punctuation.closing)
                 if not is_full:
                     options += [(*comma, *each, state(at, count + 1)) for each in extra]
                     options += [(*comma, *each, state(at + 1, count + 1)) for each in needed if at < last]
             writer.add(names[at, count], options)
-        return ("OPEN_OBJECT", first)
+        return (*punctuation.opening, first)
 
 
 def text_expression(texts: Texts) -> Rx:
@@ -459,7 +511,7 @@ def text_terminal(texts: Texts) -> str:
             if texts.least or texts.most is not None
             else f"{FREE_CHARACTER}*"
         )
-    return terminal(text_expression(texts), in_json=True)
+    return terminal(text_expression(texts), quote='"')
 
 
 def value_text(value: Any) -> str:

@@ -463,7 +463,7 @@ class _Reader:
         if isinstance(name, str) and name in FORMATS and "type" in self._node and "string" in self._types():
             form = self._schemas.expression(FORMATS[name], self._where, whole=True)
             # A pattern may be wider than our expression, as that of zod for times without an offset.
-            if not is_empty(terminal(AllOf((*found, form)), in_json=False)):
+            if not is_empty(terminal(AllOf((*found, form)))):
                 found.append(form)
         return found
 

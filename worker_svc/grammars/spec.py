@@ -15,6 +15,7 @@ from worker_svc.grammars.expressions import is_empty, parse_whole, terminal
 from worker_svc.grammars.gbnf import write_gbnf
 from worker_svc.grammars.grammar_writer import GrammarWriter, texts_terminal
 from worker_svc.grammars.json_grammar import JsonWriter
+from worker_svc.grammars.json_schema import Schemas
 from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, refusal, shown
 from worker_svc.grammars.tags import TagWriter, TokenNames
 
@@ -77,9 +78,9 @@ def lower(spec: Spec, tokens: TokenNames) -> str:
     writer = GrammarWriter()
     match spec.kind:
         case "json_object":
-            start = JsonWriter({"type": "object"}, writer).write()
+            start = JsonWriter(Schemas({"type": "object"}), writer).write()
         case "json_schema":
-            start = JsonWriter(_parse_json(spec), writer).write()
+            start = JsonWriter(Schemas(_parse_json(spec)), writer).write()
         case "regex":
             start = writer.add(writer.new_rule("x"), [(writer.terminal(_expression(spec.text)),)])
         case "choice":
@@ -105,7 +106,7 @@ def _expression(pattern: str) -> str:
     if not pattern:
         raise refusal("the pattern '' is empty; omit it, or write what it should match")
     try:
-        body = terminal(parse_whole(pattern), in_json=False)
+        body = terminal(parse_whole(pattern))
     except ValueError as error:
         raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
     if is_empty(body):

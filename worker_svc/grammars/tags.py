@@ -29,8 +29,9 @@ from worker_svc.grammars.expressions import (
 from worker_svc.grammars.expressions import Sequence as Joined
 from worker_svc.grammars.gbnf import write_characters, write_gbnf
 from worker_svc.grammars.grammar_writer import GrammarWriter, Repeated, Symbol
-from worker_svc.grammars.json_grammar import JsonWriter
+from worker_svc.grammars.json_schema import Schemas
 from worker_svc.grammars.limits import MAX_EXPANDED, MAX_TAGS, refusal, shown
+from worker_svc.grammars.notations import Marks, notation
 
 _SOME: Final = AllOf((ANY, Not(EMPTY)))
 _LOOP: Final = frozenset({"at_least_one", "stop_after_first"})
@@ -60,7 +61,7 @@ _FIELDS: Final[Mapping[str, set[str]]] = {
 }
 # Fields that cannot be enforced, with the only value to accept.
 _UNENFORCED: Final[Mapping[str, Mapping[str, Any]]] = {
-    "json_schema": {"style": "json", "any_order": False, "max_whitespace_cnt": None, "excludes": []},
+    "json_schema": {"any_order": False, "max_whitespace_cnt": None, "excludes": []},
     "any_text": {"max_tokens": None},
 }
 
@@ -130,6 +131,7 @@ class TagWriter:
         self._special = re.compile(
             "|".join(sorted(map(re.escape, tokens.specials), key=len, reverse=True)) or "(?!)"
         )
+        self._plain_rules: dict[tuple[Rx, str], str] = {}
         self._count = 0
         self._by_character = False
         # Text that begins an optional part: free text after that part does not begin with it.
@@ -175,7 +177,7 @@ class TagWriter:
         if self._by_character:
             # A terminal next to GBNF could read on into it.
             return write_characters(rx, self._writer)
-        return () if rx == EMPTY else (self._writer.terminal(terminal(rx, in_json=False)),)
+        return () if rx == EMPTY else (self._writer.terminal(terminal(rx)),)
 
     def _form(self, tag: Any, *, is_last: bool) -> Sequence[Symbol]:
         """Returns the symbols of a part; `is_last` says that nothing follows it."""
@@ -190,7 +192,8 @@ class TagWriter:
         return self._writers[tag["type"]](tag, is_last)
 
     def _json(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:  # noqa: ARG002
-        return (JsonWriter(_field(tag, "json_schema"), self._writer).write(),)
+        schemas, marks = Schemas(_field(tag, "json_schema")), Marks(self._text, self._plain)
+        return (notation(tag.get("style"), schemas, self._writer, marks).write(),)
 
     def _free(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:
         if not is_last:
@@ -229,8 +232,9 @@ class TagWriter:
                 isinstance(part, dict)
                 and part.get("type") == "optional"
                 and isinstance(part["content"], dict)
+                and "begin" in part["content"]
             ):
-                self._optional_begin = part["content"].get("begin")
+                self._optional_begin = part["content"]["begin"]
         return (*symbols, *self._joined(regular))
 
     def _joined(self, regular: list[Rx]) -> Sequence[Symbol]:
@@ -258,7 +262,7 @@ class TagWriter:
 
     # -- texts and tokens
 
-    def _text(self, text: str) -> Sequence[Symbol]:
+    def _text(self, text: str, following: Rx = EMPTY) -> tuple[Symbol, ...]:
         """Returns the symbols of a text, in which special tokens may be used or spelled."""
         symbols: list[Symbol] = []
         at = 0
@@ -267,7 +271,15 @@ class TagWriter:
             token = f"<[{self._specials[found.group()]}]>"
             symbols.append(self._rule([self._terminal(literal(found.group())), (token,)]))
             at = found.end()
-        return (*symbols, *self._terminal(literal(text[at:])))
+        end = literal(text[at:])
+        return (*symbols, *self._terminal(end if following == EMPTY else Joined((end, following))))
+
+    def _plain(self, rx: Rx, mark: str, never: str) -> tuple[Symbol, ...]:
+        """Returns the symbols of a text of `rx` without `never`, and the mark after it."""
+        key = rx, mark
+        if key not in self._plain_rules:
+            self._plain_rules[key] = self._until([mark], [never], {mark: [()]}, rx)
+        return (self._plain_rules[key],)
 
     def _edge(self, value: Any) -> Sequence[Symbol]:
         if isinstance(value, dict) and value.get("type") == "token":

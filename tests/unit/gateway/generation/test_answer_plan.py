@@ -7,6 +7,8 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerPlan, plan_answer
 from gateway.openai.chat import CollectedMessage
+from gateway.parsers.formats import FORMATS
+from gateway.parsers.writing import Call, write
 from gateway.scheduler_client.served_model import ServedModel
 from protos.errors import InvalidArgument, TriptychError, Unsupported
 from tests.support.gateway.tool_requests import accepts, chat, function, settings
@@ -80,19 +82,26 @@ def test_a_constraint_allows_optional_calls_instead_of_the_answer(qwen: ServedMo
         assert accepts(plan.constraint, f"Hm.</think>{WRONG_CALL}") == (not wrong or free)
 
 
-@pytest.mark.parametrize("parser", ["pythonic", "mistral"])
-def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(
-    smollm2: ServedModel, parser: str
-) -> None:
-    """Without a grammar for calls, the constraint would silently switch them off, so it is refused."""
-    body = chat(tools=[TIME], structured_outputs={"regex": "a"})
-    chosen = settings(tool_call_parser=parser)
-    if parser == "mistral":
-        assert plan_answer(chosen, smollm2, body, [1]).constraint is not None
-        return
-    with pytest.raises(Unsupported, match="calls or this") as caught:
-        plan_answer(chosen, smollm2, body, [1])
-    assert caught.value.param == "structured_outputs"
+@pytest.mark.parametrize("parser", FORMATS)
+def test_every_format_has_grammars(smollm2: ServedModel, parser: str) -> None:
+    """Required, strict and optional calls, and calls or an answer, are held to the format's grammar."""
+    form, chosen = FORMATS[parser], settings(tool_call_parser=parser)
+    time, weather = Call("get_time", {}), Call("get_weather", {"city": "Paris"})
+    named = {"type": "function", "function": {"name": "get_time"}}
+    bodies: list[tuple[dict[str, Any], list[Call], list[Call]]] = [
+        ({"tool_choice": "required"}, [weather, time], [Call("get_time", {"a": 1})]),
+        ({"tool_choice": named}, [time], [weather]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [time], [time, time]),
+        ({"structured_outputs": {"regex": "a"}}, [weather, time], [Call("get_time", {"a": 1})]),
+        ({}, [weather, time], [Call("get_weather", {"town": "Paris"})]),
+    ]
+    for fields, right, wrong in bodies:
+        plan = plan_answer(chosen, smollm2, chat(tools=[STRICT, TIME], **fields), [1])
+        assert plan.constraint is not None
+        assert accepts(plan.constraint, write(form, right))
+        assert not accepts(plan.constraint, write(form, wrong))
+        read = CollectedMessage.from_events(plan.reader().whole(write(form, right)))
+        assert [call["function"]["name"] for call in read.calls.values()] == [call.name for call in right]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
@@ -150,8 +159,11 @@ def test_large_numbers_in_a_schema_keep_their_digits(qwen: ServedModel) -> None:
     assert "123456789012345678901234567890" in plan.constraint.structural_tag
 
 
-@pytest.mark.parametrize(("levels", "fits"), [(54, True), (66, False)])
-def test_the_depth_limit_of_a_constrained_tools_schema(qwen: ServedModel, levels: int, fits: bool) -> None:
+@pytest.mark.parametrize(("levels", "fits"), [(48, True), (66, False)])
+@pytest.mark.parametrize("parser", ["hermes", "kimi_k2", "llama3_json", "pythonic", "qwen3_coder"])
+def test_the_depth_limit_of_a_constrained_tools_schema(
+    qwen: ServedModel, parser: str, levels: int, fits: bool
+) -> None:
     """The tag around the schema uses up levels, too; docs/tools.md states the number."""
     schema: dict[str, Any] = {"enum": ["x"], "description": "d" * 1000}
     for _ in range((levels - 2) // 2):
@@ -160,12 +172,12 @@ def test_the_depth_limit_of_a_constrained_tools_schema(qwen: ServedModel, levels
     bodies = (
         {"tools": [tool], "tool_choice": "required"},
         {"tools": [tool]},
-        {"tools": [tool], "response_format": {"type": "json_object"}},
+        {"tools": [tool], "response_format": INTEGER},
     )
     for body in bodies:
         found = None
         try:
-            plan = plan_answer(settings(), qwen, chat(**body), [1])
+            plan = plan_answer(settings(tool_call_parser=parser), qwen, chat(**body), [1])
             assert plan.constraint is not None
             lowered(Spec("structural_tag", plan.constraint.structural_tag))
         except TriptychError as error:
@@ -181,16 +193,15 @@ def test_thinking_is_parsed_without_tools(qwen: ServedModel) -> None:
     assert plan_answer(settings(reasoning_parser="none"), qwen, chat(), [1]).plain
 
 
-@pytest.mark.parametrize("parser", ["none", "pythonic"])
-def test_formats_without_a_grammar(smollm2: ServedModel, parser: str) -> None:
-    """A required call is written as JSON instead; strict optional calls are refused."""
-    chosen = settings(tool_call_parser=parser)
+def test_models_without_a_format(smollm2: ServedModel) -> None:
+    """A required call is written as JSON; optional calls are refused."""
+    chosen = settings(tool_call_parser="none")
     plan = plan_answer(chosen, smollm2, chat(tools=[TIME], tool_choice="required"), [1])
     assert plan.constraint is not None
-    assert "parameters" in plan.constraint.structural_tag
+    assert accepts(plan.constraint, '[{"name": "get_time", "parameters": {}}]')
     with pytest.raises(Unsupported) as caught:
         plan_answer(chosen, smollm2, chat(tools=[WEATHER, function(strict=True)]), [1])
-    assert caught.value.param == ("tool_choice" if parser == "none" else "tools[1].function.strict")
+    assert caught.value.param == "tool_choice"
 
 
 def test_strict_enforces_a_tools_schema(qwen: ServedModel) -> None:
