@@ -137,6 +137,11 @@ class Device(abc.ABC):
         return "gloo"
 
     @property
+    def states_device(self) -> torch.device:
+        """The place of hidden states on their way between the stages of a pipeline."""
+        return self.torch_device
+
+    @property
     def window_kind(self) -> GroupKind:
         """How the device's own kernels store a sliding window."""
         return GroupKind.PAGED_WINDOW

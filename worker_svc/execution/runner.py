@@ -257,7 +257,7 @@ class Runner:
         hidden = self._run_chunk(work, first, positions, inputs, adapters=adapters)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)
-            self._stage.pass_on(work, hidden.to(self._device.torch_device))
+            self._stage.pass_on(work, hidden)
             return PendingStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         # Without access to a device's states, only its logits are checked.
@@ -418,7 +418,7 @@ class Runner:
             first = given[0] if given else tokens
             hidden = self._forward(signature, first, positions, inputs, *selection)
             if not is_last:
-                return (hidden.to(self._device.torch_device),)
+                return (hidden,)
             logits, *best = self._logits_and_best(hidden)
             return logits, positions, *best
 

@@ -51,7 +51,9 @@ class Stage:
 
     def padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the stage's first input for a step of padding, given the token ids [tokens]."""
-        return tokens if self._states is None else self._states[:, : tokens.shape[0]].contiguous()
+        if self._states is None:
+            return tokens
+        return self._states[:, : tokens.shape[0]].clone(memory_format=torch.contiguous_format)
 
     def receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Returns the previous stage's result, [states, tokens, hidden]; nothing at the first stage."""

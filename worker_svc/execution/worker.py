@@ -338,7 +338,7 @@ class Worker:
             self.epoch, self._is_apart = epoch, True
             self._group = RankGroup(
                 self.layout,
-                self.device.torch_device,
+                self.device.states_device,
                 master=self._settings.master,
                 epoch=epoch,
                 default=self.device.default_collectives,

@@ -100,7 +100,7 @@ class Links:
 
         All ranks must call it.
         """
-        token = torch.zeros(1, device=device)
+        token = torch.zeros(1).to(device)  # an NPU fills nothing outside of graphs
         if not self._layout.is_first_stage:
             self.receive(token)
         if not self._layout.is_last_stage:
@@ -185,7 +185,7 @@ class RankGroup:
 
         Args:
             layout: this rank's place.
-            device: the place of the batch, and of hidden states between stages.
+            device: the place of hidden states between stages.
             master: host:port where rank 0 listens for the others. Empty for a lone rank that compiles its
             graphs: collectives then return at once, as if the others sent this rank's data.
             epoch: name of this forming of the group. Ranks of different epochs never meet.

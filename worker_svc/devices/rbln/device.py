@@ -204,6 +204,10 @@ class RblnDevice(Device):
         return "rbln-ccl" if self._has_tensors else "gloo"
 
     @property
+    def states_device(self) -> torch.device:
+        return torch.device("rbln") if self._has_tensors else self.torch_device
+
+    @property
     def default_collectives(self) -> str:
         """The vendor's groups take their NPU from the default group, which must be the vendor's."""
         return self.collectives
