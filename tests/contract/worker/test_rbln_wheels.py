@@ -101,6 +101,10 @@ def test_collectives_are_set_up_as_the_plugin_sets_them_up(wheel: Wheel) -> None
     assert "os.environ['RCCL_PORT_GEN'] = '1'" in source
     assert f"'{RblnDevice().collectives}'" in source
     assert "process_group_dict" in source
+    if is_newest(wheel):
+        # By name of a process group, its ranks in the default group, as in `RankGroup.stage`.
+        described = wheel.returned("vllm_rbln/compilation/compiler.py", "build_process_group_dict")
+        assert "tp.device_group.group_name: tp.ranks" in described
 
 
 def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:

@@ -1,29 +1,29 @@
 """The vendor's process group over the stub's collectives, with real processes."""
 
 import subprocess
-import sys
+from contextlib import AbstractContextManager
 
 import pytest
 
-from tests.support.ports import free_ports
-from tests.support.rbln.vendor_packages import environment
+from tests.support.ports import free_port
+from tests.support.rbln.vendor_packages import outputs_of, running_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.npu, pytest.mark.timeout(120)]
 
 
-def start(scenario: str, ranks: int, **variables: str) -> list[subprocess.Popen[str]]:
+def started(
+    scenario: str, ranks: int, **variables: str
+) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Starts the ranks; `variables` change the vendor's."""
-    (port,) = free_ports(1)
-    module = "tests.support.rbln.collective_process"
+    port = free_port()
     needed = {"WORLD_SIZE": str(ranks), "RCCL_PORT_GEN": "1"} | variables
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", module, scenario, *map(str, (rank, ranks, port))],
-            env=environment(LOCAL_RANK=str(rank), **needed),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
+    return running_ranks(
+        "tests.support.rbln.collective_process",
+        [
+            ((scenario, *map(str, (rank, ranks, port))), {"LOCAL_RANK": str(rank), **needed})
+            for rank in range(ranks)
+        ],
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def start(scenario: str, ranks: int, **variables: str) -> list[subprocess.Popen[
 )
 def test_collectives_equal_plain_sums(scenario: str, ranks: int) -> None:
     """All types, sizes below and above the vendor's units and limits, groups of some ranks."""
-    for process in start(scenario, ranks):
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
+    with started(scenario, ranks) as processes:
+        errors = [error for _, error in outputs_of(processes)]
+        assert [process.returncode for process in processes] == [0] * ranks, errors
 
 
 @pytest.mark.slow
@@ -49,20 +49,17 @@ def test_collectives_equal_plain_sums(scenario: str, ranks: int) -> None:
 def test_the_others_fail_without_a_rank(killed: bool) -> None:
     """A dead rank is found at once, a silent one at the limit."""
     limit = {} if killed else {"STUB_RBLN_CCL_LIMIT_S": "5"}
-    processes = start("absent", 3, **limit)
-    lost, others = processes[1], [processes[0], processes[2]]
-    for process in processes:
-        assert process.stdout is not None
-        while (line := process.stdout.readline()) and line != "joined\n":
-            pass
-    if killed:
-        lost.kill()
-    for other in others:
-        _, errors = other.communicate(timeout=30)
-        assert other.returncode != 0
-        assert "AllReduce failed" in errors
-    lost.kill()
-    lost.communicate()
+    with started("absent", 3, **limit) as processes:
+        first, lost, last = processes
+        for process in processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) and line != "joined\n":
+                pass
+        if killed:
+            lost.kill()
+        for _, errors in outputs_of((first, last), 30):
+            assert "AllReduce failed" in errors
+        assert 0 not in (first.returncode, last.returncode)
 
 
 @pytest.mark.slow
@@ -72,7 +69,7 @@ def test_the_others_fail_without_a_rank(killed: bool) -> None:
 )
 def test_misuse_is_refused(scenario: str, variables: dict[str, str]) -> None:
     """Calls that differ among ranks, and a start without the variables of the vendor's plugin."""
-    for process in start(scenario, 2, **variables):
-        _, errors = process.communicate(timeout=100)
-        assert process.returncode != 0
-        assert "stub rccl: " in errors
+    with started(scenario, 2, **variables) as processes:
+        for _, errors in outputs_of(processes):
+            assert "stub rccl: " in errors
+        assert 0 not in [process.returncode for process in processes]

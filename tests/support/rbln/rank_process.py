@@ -1,23 +1,30 @@
 """A rank that opens an NPU, joins its replica as a worker does, and prints the results as JSON.
 
-Arguments: the rank and the address of rank 0. The result: the groups' backends, a sum over the stage's ranks,
-and the variables that the vendor's collectives read.
+Arguments: the rank and the address of rank 0. The result: the groups' backends for tensors of NPUs and of
+hosts, sums over the stage's ranks, also by a compiled graph, and the variables that the vendor's collectives
+read.
 """
 
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 from torch import distributed
 
 from worker_svc.devices import open_device
 from worker_svc.devices.registry import DeviceOptions
+from worker_svc.ranks import operators
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 
 RANKS = 2
 VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "RBLN_CTX_STANDALONE", "RBLN_ROOT_IP", "RBLN_LOCAL_IP")
+
+
+def _backends(group: Any) -> list[str]:
+    return [type(group._get_backend(torch.device(kind))).__name__ for kind in ("rbln", "cpu")]
 
 
 def main(rank: int, master: str) -> None:
@@ -31,12 +38,16 @@ def main(rank: int, master: str) -> None:
     (stage,) = (
         group for group in distributed.distributed_c10d._world.pg_map if group.group_name in ranks.stage
     )
-    numbers = torch.full((4,), rank + 1.0).to("rbln")
+    device.use_ranks(ranks.stage)
+    compiled = device.compile(lambda x: operators.all_reduce_(x + 1))
+    numbers = torch.full((4,), rank + 1.0, dtype=torch.float16).to("rbln")
+    summed = compiled(numbers)
     distributed.all_reduce(numbers, group=stage)
     found = {
-        "default": distributed.get_backend(),
-        "stage": distributed.get_backend(stage),
+        "default": _backends(distributed.group.WORLD),
+        "stage": _backends(stage),
         "sum": numbers.tolist(),
+        "compiled": summed.tolist(),
         "exchanged": [each.decode() for each in ranks.exchange(str(rank).encode())],
         "variables": {name: os.environ.get(name, "") for name in VARIABLES},
     }

@@ -14,8 +14,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,6 +150,33 @@ def running_worker(
     finally:
         process.terminate()
         assert process.wait(30) == 0
+
+
+@contextlib.contextmanager
+def running_ranks(
+    module: str, ranks: Iterable[tuple[Sequence[str], Mapping[str, str]]]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Runs a module for each rank's arguments and variables; kills those that outlast the block."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for arguments, variables in ranks:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment(**variables), text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield processes
+
+
+def outputs_of(processes: Iterable[subprocess.Popen[str]], limit_s: float = 90) -> list[tuple[str, str]]:
+    """Waits for processes, all within one limit; returns stdout and stderr of each.
+
+    Raises:
+        subprocess.TimeoutExpired: if one still runs.
+    """
+    end = time.monotonic() + limit_s
+    return [process.communicate(timeout=max(1.0, end - time.monotonic())) for process in processes]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <fcntl.h>
 #include <functional>
+#include <iterator>
 #include <linux/futex.h>
 #include <string>
 #include <sys/mman.h>
@@ -81,6 +82,8 @@ constexpr uint64_t CHUNK = 256 << 10;
 constexpr uint64_t GATHER_ALIGNMENT = 128, UNIT = 512;
 constexpr uint64_t MAX_REDUCE = 1 << 20, MAX_REDUCE_SCATTER = 32 << 20, MAX_GATHER = 1 << 30;
 
+enum Kind { SEND, BROADCAST, ALL_GATHER, ALL_REDUCE, SCATTER, REDUCE_SCATTER };
+
 // What all ranks must say alike of a collective, and both ends of a message.
 struct Call {
   int kind, type, op, root;
@@ -117,6 +120,13 @@ std::chrono::seconds limit() {
 RBLNRetCode refuse(const std::string& reason) {
   std::fprintf(stderr, "stub rccl: %s\n", reason.c_str());
   return RBLNRetCode_INVALID;
+}
+
+// Says once a kind that the process took part in one, so tests know which ones ran here.
+void note(Kind kind) {
+  static const char* names[] = {"message", "broadcast", "all-gather", "all-reduce", "scatter", "reduce-scatter"};
+  static std::atomic<bool> noted[std::size(names)];
+  if (!noted[kind].exchange(true)) std::fprintf(stderr, "stub rccl ran: %s\n", names[kind]);
 }
 
 World* map_world(int file) {
@@ -245,6 +255,7 @@ struct Member {
   // data show anything.
   RBLNRetCode exchange(const Call& call, const char* data,
                        const std::function<void(int, uint64_t, const char*, uint64_t)>& use) {
+    note(Kind(call.kind));
     for (uint64_t offset = 0; offset < call.bytes; offset += CHUNK) {
       uint64_t length = std::min(CHUNK, call.bytes - offset);
       Box& own = group->boxes[rank][rank];
@@ -281,8 +292,6 @@ struct Member {
 }  // namespace rbln
 
 namespace {
-
-enum Kind { SEND, BROADCAST, ALL_GATHER, ALL_REDUCE, SCATTER, REDUCE_SCATTER };
 
 // Returns the host's address of device memory; null for other memory.
 char* device_memory(const void* address, uint64_t bytes) {
@@ -324,7 +333,7 @@ RBLNRetCode Rccl::GetUniqueIdForBroadcast(rccl_unique_id* id) {
   world_file = memfd_create("stub-rccl", MFD_CLOEXEC);
   if (world_file < 0 || ftruncate(world_file, sizeof(World))) return refuse("there is no shared memory");
   const char* root = std::getenv("RBLN_ROOT_IP");
-  std::snprintf(id->root_ip, sizeof id->root_ip, "%s", root ? root : "127.0.0.1");
+  std::snprintf(id->root_ip, sizeof id->root_ip, "%s", root ? root : "");
   id->root_port = getpid();
   id->rdma_base_port = world_file;
   return RBLNRetCode_SUCCESS;
@@ -335,6 +344,9 @@ RBLNRetCode Rccl::InitWithUniqueId(int rank, int size, int, const std::vector<in
   if (!member_->exported || !id || !ranks.empty()) return refuse("only an exported default group has a unique id");
   if (!environment_says("LOCAL_RANK", rank) || !environment_says("WORLD_SIZE", size))
     return refuse("LOCAL_RANK and WORLD_SIZE must be the rank and the size of the default group");
+  const char* root = std::getenv("RBLN_ROOT_IP");
+  if (!root || std::string(root) != id->root_ip)
+    return refuse(std::string("rank 0 is at ") + id->root_ip + ", and RBLN_ROOT_IP is " + (root ? root : "unset"));
   if (size > RANKS) return refuse("the stub joins at most 8 ranks");
   if (rank) {
     auto path = "/proc/" + std::to_string(id->root_port) + "/fd/" + std::to_string(id->rdma_base_port);
@@ -383,6 +395,7 @@ RBLNRetCode Rccl::Send(void* from, int count, Type type, int peer, rccl_extra_ar
   if (!data) return refuse(NO_MEMORY);
   if (peer == me.rank || peer < 0 || peer >= me.size) return refuse("a message needs another rank");
   Call call = {SEND, int(type), 0, peer, bytes};
+  note(SEND);
   for (uint64_t offset = 0; offset < bytes; offset += CHUNK) {
     Box& box = me.group->boxes[me.rank][peer];
     if (!me.write(box, {peer}, call, data + offset, std::min(CHUNK, bytes - offset))) return RBLNRetCode_FAILURE;
@@ -398,6 +411,7 @@ RBLNRetCode Rccl::Recv(void* to, int count, Type type, int peer, rccl_extra_args
   if (!target) return refuse(NO_MEMORY);
   if (peer == me.rank || peer < 0 || peer >= me.size) return refuse("a message needs another rank");
   Call call = {SEND, int(type), 0, me.rank, bytes};
+  note(SEND);
   for (uint64_t offset = 0; offset < bytes; offset += CHUNK) {
     auto take = [&](const char* data) { std::memcpy(target + offset, data, std::min(CHUNK, bytes - offset)); };
     if (!me.read(me.group->boxes[peer][me.rank], peer, call, take)) return RBLNRetCode_FAILURE;
