@@ -93,13 +93,5 @@ def test_a_lost_rank_loses_no_request(
             for prompt, event in zip(PROMPTS, started, strict=True)
         ]
         assert all(event.wait(120) for event in started)
-        others = [process for number, process in ranks.ranks.items() if number != rank]
-        lost = ranks.ranks[rank]
-        lost.send_signal(sent)
-        assert [other.wait(120) for other in others] == [1] * len(others)
-        if sent == SIGSTOP:
-            lost.send_signal(signal.SIGCONT)
-        assert lost.wait(120) != 0
-        for each in range(ranks.world_size):
-            ranks.start_rank(each)
+        ranks.lose(rank, sent)
         assert [request.result() for request in requests] == [[tokens] for tokens in running.expected]

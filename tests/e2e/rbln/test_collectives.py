@@ -16,7 +16,7 @@ def started(
 ) -> AbstractContextManager[list[subprocess.Popen[str]]]:
     """Starts the ranks; `variables` change the vendor's."""
     port = free_port()
-    needed = {"WORLD_SIZE": str(ranks), "RCCL_PORT_GEN": "1"} | variables
+    needed = {"WORLD_SIZE": str(ranks), "RCCL_PORT_GEN": "1", "STUB_RBLN_CCL_LIMIT_S": "60"} | variables
     return running_ranks(
         "tests.support.rbln.collective_process",
         [

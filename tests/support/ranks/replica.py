@@ -89,6 +89,19 @@ class Replica:
             "--no-compile-cache", "--cpu-threads", "1", *group, *self._flags,
         )  # fmt: skip
 
+    def lose(self, rank: int, sent: signal.Signals) -> None:
+        """Kills or freezes a rank. The others end by themselves; then all start again."""
+        lost = self.ranks[rank]
+        lost.send_signal(sent)
+        assert [self.ranks[other].wait(120) for other in self.ranks if other != rank] == [1] * (
+            self.world_size - 1
+        )
+        if sent == signal.SIGSTOP:
+            lost.send_signal(signal.SIGCONT)
+        assert lost.wait(120) != 0
+        for each in range(self.world_size):
+            self.start_rank(each)
+
     def _start(self, module: str, name: str, *flags: str) -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
@@ -149,6 +162,13 @@ class Replica:
                 break
         return answers
 
+    def ask_all(
+        self, prompts: Sequence[Sequence[int]], parameters: common_pb2.SamplingParams
+    ) -> list[Answer]:
+        """Returns the answers of requests that run at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return [answer for (answer,) in pool.map(lambda prompt: self.ask(prompt, parameters), prompts)]
+
     def count(self, name: str) -> float:
         """Returns a counter of the scheduler, without labels or summed over them."""
         text = self._stub.GetMetrics(inference_pb2.GetMetricsRequest(), timeout=20).text.decode()
@@ -163,9 +183,8 @@ class Replica:
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Mapping[str, Any]
     ) -> list[list[int]]:
         """Returns the tokens of requests that run at the same time."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = pool.map(lambda prompt: self.generate(prompt, count, sampling), prompts)
-            return [tokens for (tokens,) in answers]
+        parameters = common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
+        return [answer.tokens for answer in self.ask_all(prompts, parameters)]
 
     def stop(self) -> None:
         """Ends all processes."""

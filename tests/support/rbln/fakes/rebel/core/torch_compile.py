@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import distributed, fx
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._dynamo.backends.registry import register_backend
 
@@ -45,6 +45,8 @@ class Runtime:
         self._static_output = bool(options.get("use_static_output"))
         self._outputs: list[torch.Tensor] | None = None
         self.on_device = options.get("model_trace_method") == "export"
+        if self.on_device and not self._compile_only:
+            _collect_on_npus(graph)
 
     @torch.no_grad()
     def run(self, *inputs: Any) -> Sequence[torch.Tensor]:
@@ -161,13 +163,38 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _check_groups(graph: fx.GraphModule, groups: Mapping[str, Sequence[int]]) -> None:
     """Refuses collectives over groups that the options do not describe."""
     for node in graph.graph.nodes:
-        if getattr(node.target, "namespace", "") != "_c10d_functional" or len(node.args) == 1:
+        if not _is_collective(node):
             continue
         name = node.args[-1]
         if name not in groups:
             raise RuntimeError(f"rebel: {node.name} names group {name}, which process_group_dict lacks")
         if len(groups[name]) != _resolve_process_group(name).size():
             raise RuntimeError(f"rebel: process_group_dict has other ranks for group {name}")
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional" and len(node.args) > 1
+
+
+def _collect_on_npus(graph: fx.GraphModule) -> None:
+    """Gives the graph's collectives tensors of the NPU; the vendor's group sends a host's through gloo.
+
+    A rank that is compiled alone has no group to exchange anything with.
+    """
+    for node in graph.graph.nodes:
+        if _is_collective(node) and _backend(node.args[-1]) != "fake":
+            node.args = (node.target, *node.args)
+            node.target = _on_npus
+    graph.recompile()
+
+
+def _backend(group: Any) -> str:
+    return str(distributed.get_backend(_resolve_process_group(group)))
+
+
+def _on_npus(collective: Callable[..., torch.Tensor], tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    result = collective(tensor.to("rbln"), *arguments)
+    return torch.ops._c10d_functional.wait_tensor(result).cpu()  # type: ignore[no-any-return]
 
 
 def _check_input(index: int, value: Any, *, on_device: bool) -> None:
