@@ -3,9 +3,9 @@
 import pytest
 
 from gateway.parsers.formats import FORMATS
+from gateway.parsers.writing import Call, write
 from tests.support.gateway.apis import Answer, answers
 from tests.support.gateway.serving import running_stack
-from tests.support.parsers.writer import Call, write
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio]
 
