@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from gateway.parsers.formats import ALIASES, FORMATS
+from gateway.parsers.reasoning import THINKING_ALIASES, THINKING_FORMATS
 from protos.limits import MAX_LOGPROBS
 from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import Group, MayBeEmpty, ServiceSettings
@@ -22,8 +23,8 @@ TOOL_FORMATS: Final = (*FORMATS, *ALIASES, HARMONY)
 
 _HARMONY_NAMES: Final = ("openai_gptoss", "gpt_oss")
 
-REASONING_FORMATS: Final = ("qwen3", "deepseek_r1", *_HARMONY_NAMES)
-"""Ways in which models mark their thinking."""
+REASONING_FORMATS: Final = (*THINKING_FORMATS, *THINKING_ALIASES, *_HARMONY_NAMES)
+"""Names of formats of thinking."""
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much clients ask a model to think; also `gateway.schemas.sampling.Effort`."""
@@ -390,9 +391,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
     reasoning_parser: str = Field(
         "auto",
         description="How the model marks its thinking: auto (as its chat template shows), none, "
-        "qwen3 (between <think> and </think>), deepseek_r1 (the same, but <think> may be missing), "
-        "openai_gptoss or gpt_oss (gpt-oss's channels, with their tool calls), "
-        "or vllm:NAME for a parser of an installed vLLM.",
+        f"or {', '.join(REASONING_FORMATS)}. vllm:NAME means NAME.",
     )
 
     enable_force_include_usage: bool = Field(
@@ -440,9 +439,10 @@ class Settings(CallSecuritySettings, SecuritySettings):
     @field_validator("reasoning_parser")
     @classmethod
     def _is_reasoning_format(cls, value: str) -> str:
-        if value not in ("auto", "none", HARMONY, *REASONING_FORMATS) and not _VLLM_PARSER.fullmatch(value):
-            raise ValueError(f"must be auto, none, {', '.join(REASONING_FORMATS)} or vllm:NAME")
-        return HARMONY if value.removeprefix(VLLM_PREFIX) in _HARMONY_NAMES else value
+        name = value.removeprefix(VLLM_PREFIX)
+        if name not in ("auto", "none", HARMONY, *REASONING_FORMATS):
+            raise ValueError(f"must be auto, none or one of {', '.join(REASONING_FORMATS)}")
+        return HARMONY if name in _HARMONY_NAMES else THINKING_ALIASES.get(name, name)
 
     @field_validator("scheduler_address")
     @classmethod

@@ -10,7 +10,6 @@ from importlib.resources import files
 from typing import Any, Final, Literal
 
 from deploy.launcher.settings import LaunchSettings
-from gateway.settings import REASONING_FORMATS, VLLM_PREFIX
 from protos.errors import ConfigurationRefused
 from worker_svc.vllm_settings import literal
 
@@ -170,21 +169,10 @@ def _literal(text: str) -> object:
     return None
 
 
-def _parser(peer: str, own: Mapping[str, Any] | tuple[str, ...]) -> Callable[[str, str], list[str]]:
-    """Returns the conversion of a parser's name, which is vLLM's if only vLLM knows it."""
-
-    def read(ours: str, text: str) -> list[str]:
-        foreign = text in names(peer) and text not in own
-        return [f"{ours}={VLLM_PREFIX if foreign else ''}{text}"] if text else []
-
-    return read
-
-
 _READ: Final[Mapping[str, Callable[[str, str], list[str]]]] = {
     "count": lambda ours, text: [f"{ours}={number(text)}"],
     "GiB": lambda ours, text: [f"{ours}={number(text) / 2**30:.6g}"],
     "lower": lambda ours, text: [f"{ours}={text.lower()}"],
-    "reasoning_parser": _parser("reasoning-parsers", REASONING_FORMATS),
     "optimization_level": _optimization_level,
     "compilation_config": _compilation_config,
 }

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
+from gateway.generation.request_builder import template_variables
 from gateway.generation.sequence_text import Delta, TokenReport
 from gateway.parsers.events import (
     CallRevoked,
@@ -22,20 +22,21 @@ from gateway.parsers.harmony import ROLE, START, HarmonyParser
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import (
-    MARKERS,
     TAIL_TOKENS,
-    THINK,
-    Marks,
+    THINKING_FORMATS,
     Thinking,
+    ThinkingFormat,
     ThinkParser,
     thinking_at,
 )
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
-from gateway.settings import HARMONY, VLLM_PREFIX, Settings
+from gateway.settings import HARMONY, Settings
+from gateway.text.chat_template import joined
 from gateway.text.tokenization import TextCodec
-from gateway.tools import harmony, vllm_parsers
+from gateway.tools import harmony
 from gateway.tools.grammar import (
     Callee,
     Tag,
@@ -88,7 +89,8 @@ class Trim:
 
     def _text(self, event: Text | Reasoning) -> Iterator[Event]:
         kind = type(event)
-        if not event.text and kind is Text:
+        # An empty thought opens the thinking, so that the answer's white space is known to separate them.
+        if not event.text and (kind is Text or self._part is not None):
             return
         if kind is not self._part:
             self._enter(kind)
@@ -148,7 +150,9 @@ class AnswerReader:
         """Returns the events held back, at the end of the text. Call once."""
         parts = list(self._into_calls(self._thinking.finish())) if self._thinking else []
         if self._calls is not None:
-            parts += self._calls.finish()
+            parts += self._around_calls(self._calls.finish())
+        if (outside := self._interrupted) is not None:
+            parts += outside.finish()
         return self._read(parts, last=True)
 
     def whole(self, text: str) -> list[Event]:
@@ -156,15 +160,35 @@ class AnswerReader:
         parts: list[Event] = self._thinking.whole(text) if self._thinking else [Text(text)]
         if self._calls is not None:
             content = "".join(part.text for part in parts if isinstance(part, Text))
-            parts = [*(part for part in parts if not isinstance(part, Text)), *self._calls.whole(content)]
+            parts = [part for part in parts if not isinstance(part, Text)]
+            parts += self._around_calls(self._calls.whole(content))
+            if (outside := self._interrupted) is not None:
+                parts += outside.finish()
         return self._read(parts, last=True)
 
     def _into_calls(self, parts: Iterable[Event]) -> Iterator[Event]:
         for part in parts:
             if self._calls is not None and isinstance(part, Text):
-                yield from self._calls.feed(part.text)
+                yield from self._around_calls(self._calls.feed(part.text))
             else:
                 yield part
+
+    @property
+    def _interrupted(self) -> ThinkParser | None:
+        return self._thinking.interrupted if isinstance(self._thinking, ThinkParser) else None
+
+    def _around_calls(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Lets thinking that a call's marker has interrupted go on, unless a call follows."""
+        outside = self._interrupted
+        for event in events:
+            if outside is None:
+                yield event
+            elif isinstance(event, Text):
+                yield from outside.feed(event.text)
+            else:
+                if isinstance(event, CallStart):
+                    yield from outside.call()
+                yield event
 
     def _read(self, parts: Iterable[Event], *, last: bool = False) -> list[Event]:
         events = list(self._trim.push(self._wanted(parts)))
@@ -265,16 +289,25 @@ class AnswerPlan:
 class ThinkingPlan(NamedTuple):
     """How the thinking in front of an answer is read and allowed for."""
 
-    parser: Callable[[], ToolParser] | None
-    """Makes a parser; ``None``: the model does not think."""
-    markers: frozenset[str] | None
-    """Texts shown to the parser; ``None``: any."""
-    behind: Callable[[Tag, str], Tag]
-    """Puts an answer's constraint after the thinking, if any. The text is the parameter, for errors."""
+    form: ThinkingFormat | None
+    """Its format; ``None``: the model does not think."""
     at: Thinking = Thinking.POSSIBLE
     """Where the answer begins."""
-    marks: Marks | None = None
-    """The markers around the thinking; ``None``: they are not known."""
+
+    def parser(self, calls: Format | None = None) -> Callable[[], ToolParser] | None:
+        """Returns a function that makes parsers; ``calls`` may interrupt the thinking."""
+        form, at = self.form, self.at
+        triggers = tuple(filter(None, (calls.trigger, *calls.also))) if calls is not None else ()
+        return None if form is None else lambda: ThinkParser(at, form, triggers)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts shown to the parser."""
+        return frozenset(self.form.texts()) if self.form is not None else frozenset()
+
+    def behind(self, tag: Tag) -> Tag:
+        """Puts an answer's constraint after the thinking."""
+        return behind_thinking(self.at, tag, self.form) if self.form is not None else tag
 
 
 class _CallPlan(NamedTuple):
@@ -299,13 +332,13 @@ def plan_answer(
     choice = body.tool_choice or ("auto" if body.tools else "none")
     if _writes_harmony(settings, served):
         return _plan_harmony(served, body, () if choice == "none" else body.tools, prompt)
-    thinking = plan_thinking(settings, served, prompt)
+    thinking = plan_thinking(settings, served, body, prompt)
     asked, param = body.constraint(), body.constraint_param
     if choice == "none" or not body.tools:
-        if asked is not None and thinking.parser is not None:
-            asked = place_constraint(asked, lambda tag: thinking.behind(tag, param), param)
+        if asked is not None and thinking.form is not None:
+            asked = place_constraint(asked, thinking.behind, param)
         return AnswerPlan(
-            thinking.parser,
+            thinking.parser(),
             constraint=asked,
             constraint_param=param,
             markers=thinking.markers,
@@ -320,11 +353,11 @@ def plan_answer(
     called, tools = calls.form, {tool.function.name: tool.function.parameters for tool in body.tools}
     markers: frozenset[str] = frozenset() if isinstance(called, str) else frozenset(called.texts())
     return AnswerPlan(
-        thinking.parser,
+        thinking.parser(None if isinstance(called, str) else called),
         lambda: NamedToolParser(call_id, called) if isinstance(called, str) else CallParser(called, tools),
         calls.constraint,
         calls.param,
-        None if thinking.markers is None else thinking.markers | markers,
+        thinking.markers | markers,
         one_call=not body.parallel_tool_calls or isinstance(choice, NamedChoice),
         named=isinstance(choice, NamedChoice),
         show_thinking=body.include_reasoning,
@@ -376,33 +409,20 @@ def _begun(text: TextCodec, prompt: Sequence[int]) -> str:
     return ROLE if at is None else text.decode(prompt[at:])
 
 
-def plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> ThinkingPlan:
+def plan_thinking(
+    settings: Settings, served: ServedModel, body: SamplingRequest, prompt: Sequence[int]
+) -> ThinkingPlan:
     """Plans the thinking in front of the answer to ``prompt``."""
     name, text = settings.reasoning_parser, served.text
-    if name == "none" or (name == "auto" and not text.thinks):
-        return ThinkingPlan(None, frozenset(), lambda tag, _: tag)
-    if name.startswith(VLLM_PREFIX):
-        parser = partial(vllm_parsers.reasoning_parser, name, text, prompt)
-        return ThinkingPlan(parser, None, lambda tag, param: _behind_vllm(parser(), name, tag, param))
-    at = thinking_at(text.decode(prompt[-TAIL_TOKENS:]), always=name == "deepseek_r1")
-    return ThinkingPlan(lambda: ThinkParser(at), MARKERS, lambda tag, _: behind_thinking(at, tag), at, THINK)
-
-
-def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
-    """Puts ``tag`` after the thinking found by a parser of vLLM.
-
-    The parser says where, because grammar and parser must agree.
-    """
-    if (at := parser.begins()) is Thinking.OVER:
-        return tag
-    if (marks := parser.marks) is None:
-        raise Unsupported(
-            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text"
-            " ends the thinking, so the answer behind it cannot be constrained; omit it, or start the gateway"
-            " with another parser",
-            param=param,
-        )
-    return behind_thinking(at, tag, marks)
+    form = THINKING_FORMATS.get((text.thinking_format or "") if name == "auto" else name)
+    if form is None:
+        return ThinkingPlan(None)
+    variables, continued = settings.default_chat_template_kwargs, ""
+    if isinstance(body, ChatCompletionRequest):
+        variables = template_variables(body, variables)
+        continued = joined(body.messages[-1].content) if body.continue_final_message else ""
+    tail = text.decode(prompt[-TAIL_TOKENS:])
+    return ThinkingPlan(form, thinking_at(form, tail, variables=variables, continued=continued))
 
 
 def _format(settings: Settings, served: ServedModel) -> Format | None:
@@ -422,10 +442,10 @@ def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: T
     callees = _must_call(body)
     name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
     if form is None and name is not None:
-        return _CallPlan(name, structural(thinking.behind(json_schema(callees[0].schema), _TOOLS)), _TOOLS)
+        return _CallPlan(name, structural(thinking.behind(json_schema(callees[0].schema))), _TOOLS)
     form = form or LIST
     calls = required(form, callees, parallel=body.parallel_tool_calls and name is None)
-    return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+    return _CallPlan(form, structural(thinking.behind(calls)), _TOOLS)
 
 
 def _must_call(body: ChatCompletionRequest) -> list[Callee]:
@@ -468,12 +488,12 @@ def _plan_optional(
     parallel = body.parallel_tool_calls
     if asked is None:
         # After an optional thought, free text does not begin with its marker.
-        mark = thinking.marks.start if thinking.marks and thinking.at is Thinking.POSSIBLE else ""
+        mark = thinking.form.start if thinking.form and thinking.at is Thinking.POSSIBLE else ""
         calls = optional(form, callees, parallel=parallel, never_first=mark)
-        return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+        return _CallPlan(form, structural(thinking.behind(calls)), _TOOLS)
     param = body.constraint_param
 
     def place(answer: Tag) -> Tag:
-        return thinking.behind(either(form, callees, answer, parallel=parallel), param)
+        return thinking.behind(either(form, callees, answer, parallel=parallel))
 
     return _CallPlan(form, place_constraint(asked, place, param), param)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gateway.auth.key_store import NO_ACCOUNT, Account
 from gateway.parsers.formats import Format
+from gateway.parsers.reasoning import SWITCHES
 from gateway.parsers.writing import Call, write
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import check_counts, clip, quote
@@ -80,7 +81,7 @@ def _write_chat(
     if shown.arguments_as_text:
         for call in (call for turn in turns for call in turn.get("tool_calls", ())):
             call["function"]["arguments"] = _json(call["function"]["arguments"])
-    variables = {**defaults, **_effort(body), **body.chat_template_kwargs}
+    variables = template_variables(body, defaults)
     return template.render(
         show_tools_in_words(template, turns, tools if may_call else (), shown.tools),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
@@ -91,15 +92,18 @@ def _write_chat(
     )
 
 
-def _effort(body: TemplateInput) -> dict[str, Any]:
-    if body.reasoning_effort is None:
-        return {}
-    # The second is the switch of templates that know no degrees.
-    return {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+def template_variables(body: TemplateInput, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the variables that ``body`` or the deployment's ``defaults`` set for chat templates."""
+    effort: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        # For templates that know no degrees, a switch.
+        effort = dict.fromkeys(SWITCHES, body.reasoning_effort != "none")
+        effort["reasoning_effort"] = body.reasoning_effort
+    return {**defaults, **effort, **body.chat_template_kwargs}
 
 
 def _ignored(body: TemplateInput, known: frozenset[str]) -> Iterator[str]:
-    if body.reasoning_effort is not None and known.isdisjoint(("reasoning_effort", "enable_thinking")):
+    if body.reasoning_effort is not None and known.isdisjoint(("reasoning_effort", *SWITCHES)):
         yield "reasoning_effort"
     if body.documents and "documents" not in known:
         yield "documents"

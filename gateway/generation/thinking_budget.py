@@ -30,10 +30,10 @@ def thinking_budget(
         tokens = settings.reasoning_effort_budgets.get(body.effort)
     if tokens is None or tokens == _UNLIMITED:
         return None
-    plan, text = plan_thinking(settings, served, prompt), served.text
-    if plan.at is Thinking.OVER:
+    plan, text = plan_thinking(settings, served, body, prompt), served.text
+    if plan.at in (Thinking.OVER, Thinking.ANSWER):
         return None
-    if plan.marks is None:
+    if (form := plan.form) is None:
         if asked is None or body.budget_is_a_hint:
             return None
         raise Unsupported(
@@ -43,7 +43,7 @@ def thinking_budget(
         )
     start, end, close = (
         text.encode(marker, add_special_tokens=False)
-        for marker in (*plan.marks, end_of_thoughts(text.chat_template, plan.marks.end))
+        for marker in (form.start, form.end, end_of_thoughts(text.chat_template, form.end))
     )
     return pb.ThinkingBudget(
         tokens=tokens,

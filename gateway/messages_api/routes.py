@@ -37,6 +37,7 @@ from gateway.messages_api.schemas import (
     TokenCount,
 )
 from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, message_body, shape
+from gateway.parsers.reasoning import SWITCHES
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.structured import JsonSchema, ResponseFormat
@@ -44,9 +45,6 @@ from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, NamedC
 from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument
 from protos.service.logs import request_id
-
-# Names of the variable that switches thinking, in the order of their frequency in templates.
-_SWITCHES: Final = ("enable_thinking", "thinking")
 
 # Claude Code begins its system prompts with a block of this form, whose text differs in every request. It is
 # not part of the prompt: requests could share no prefix beyond it.
@@ -115,7 +113,7 @@ def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, 
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         on = body.thinking.type == "enabled"
-        variables |= {name: on for name in _SWITCHES if name in known}
+        variables |= {name: on for name in SWITCHES if name in known}
     return {**variables, **body.chat_template_kwargs}
 
 

@@ -262,6 +262,6 @@ class ServedModelWatcher:
             max_model_len=model.max_model_len,
             chat_template=text.chat_template is not None,
             tool_format=text.shown.tool_format or ("the template's own" if text.shown.tools else None),
-            thinks=text.thinks,
+            thinking_format=text.thinking_format,
             tokenizer=model.tokenizer_sha256[:12],
         )

@@ -139,6 +139,9 @@ class Message(RequestModel):
         thought = self.reasoning or self.reasoning_content
         if thought:
             turn["reasoning"] = turn["reasoning_content"] = thought
+            if not (self.content and self.tool_calls):
+                # The template of gpt-oss refuses all three.
+                turn["thinking"] = thought
         if self.tool_call_id:
             turn["tool_call_id"] = self.tool_call_id
         if self.name:
@@ -194,7 +197,7 @@ class TemplateInput(RequestModel):
     reasoning_effort: Effort | None = Field(
         None,
         description="How much to think, for templates with a variable `reasoning_effort` or"
-        " `enable_thinking` (off with none), and for the budgets of --reasoning-effort-budgets.",
+        " `enable_thinking` or `thinking` (off with none), and for the budgets of --reasoning-effort-budgets.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the chat template."

@@ -18,6 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from gateway.parsers.reasoning import THINKING_FORMATS
 from gateway.schemas.base import clip
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from protos.errors import ConfigurationRefused, InvalidArgument
@@ -286,13 +287,18 @@ def read_template(setting: str | None) -> str | None:
     return source
 
 
-# Ends the thinking of every format in which templates show it.
-_THINKING_END: Final = "</think>"
-
-
-def thinks(template: ChatTemplate | None) -> bool:
-    """Whether ``template`` handles thinking between ``<think>`` and ``</think>``."""
-    return template is not None and _THINKING_END in template.source
+def thinking_format(template: ChatTemplate | None) -> str | None:
+    """Returns the format of thinking whose texts stand in ``template``; ``None`` without any."""
+    source = template.source if template is not None else ""
+    found = {
+        name: form
+        for name, form in THINKING_FORMATS.items()
+        # Templates open the thinking of models that do not do so themselves.
+        if form.unmarked == "never"
+        and any(end in source for end in form.ends)
+        and (not form.answer or any(begin.strip() in source for begin, _ in form.answer))
+    }
+    return max(found, key=lambda name: len(found[name].answer), default=None)
 
 
 _THOUGHT: Final = "probed thought"

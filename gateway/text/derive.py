@@ -29,7 +29,7 @@ from gateway.parsers.formats import (
     Python,
     Tagged,
 )
-from gateway.parsers.reasoning import END, START
+from gateway.parsers.reasoning import THINK
 from gateway.parsers.writing import Call, write
 from gateway.schemas.base import clip
 from gateway.settings import HARMONY
@@ -170,7 +170,7 @@ class _Probe:
         if (closed := _common_start(ending, text)).strip():
             text = text[len(closed) :]
         text = text.lstrip()
-        for marker in (START, END):
+        for marker in (THINK.start, THINK.end):
             text = text.removeprefix(marker).lstrip()
         return text, ending
 

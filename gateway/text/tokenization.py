@@ -16,7 +16,7 @@ import jinja2
 from tokenizers import Encoding, Tokenizer
 
 from gateway.schemas.base import clip
-from gateway.text.chat_template import ChatTemplate, thinks
+from gateway.text.chat_template import ChatTemplate, thinking_format
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from gateway.text.derive import Derived, derive
 from gateway.text.detokenizer import DetokenizerFactory
@@ -123,8 +123,8 @@ class TextCodec:
     """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""
     prompts: TextPrompts
     """The prompts of an embedding model."""
-    thinks: bool
-    """Whether the template handles thinking between ``<think>`` and ``</think>``."""
+    thinking_format: str | None
+    """How the model marks its thinking; ``None`` if its template does not show a known format."""
     special_tokens: dict[str, str]
     """``bos_token``, ``eos_token`` and so on, by name."""
     config: dict[str, Any]
@@ -149,7 +149,7 @@ class TextCodec:
         self.pair_template = chat_template if writes_pairs else None
         self.prompts = prompts or TextPrompts()
         self.shown = derive(self.tool_template) if self.tool_template else Derived()
-        self.thinks = thinks(chat_template)
+        self.thinking_format = thinking_format(chat_template)
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
         self._wrapped: Any = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 from gateway.parsers.formats import Elements, Format, JsonObject, LooseObject, NamedJson, Python, Tagged
-from gateway.parsers.reasoning import THINK, Marks, Thinking
+from gateway.parsers.reasoning import THINK, Thinking, ThinkingFormat
 from gateway.schemas.structured import closed, map_schemas
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
@@ -257,17 +257,27 @@ def structural(form: Tag) -> pb.StructuredOutput:
     )
 
 
-def behind_thinking(at: Thinking, content: Tag, marks: Marks = THINK) -> Tag:
+def behind_thinking(at: Thinking, content: Tag, form: ThinkingFormat = THINK) -> Tag:
     """Returns ``content`` after the thinking that a grammar must allow before an answer."""
-    if at is Thinking.OVER:
+    content = _within_answer(at, content, form)
+    if at in (Thinking.OVER, Thinking.ANSWER):
         return content
     blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
     thought: Tag = {"type": "any_text"}
     if at is Thinking.OPEN:
-        thinking = tag("", thought, marks.end)
+        thinking = tag("", thought, form.end)
     else:
-        thinking = {"type": "optional", "content": tag(marks.start, thought, marks.end)}
+        thinking = {"type": "optional", "content": tag(form.start, thought, form.end)}
     return {"type": "sequence", "elements": [thinking, blank, content]}
+
+
+def _within_answer(at: Thinking, content: Tag, form: ThinkingFormat) -> Tag:
+    # Free text may have anything around it, and nothing may follow it.
+    if not form.answer or content["type"] in ("any_text", "triggered_tags"):
+        return content
+    begin, end = ({"type": "optional", "content": one_of(texts)} for texts in zip(*form.answer, strict=True))
+    elements = [content, end] if at is Thinking.ANSWER else [begin, content, end]
+    return {"type": "sequence", "elements": elements}
 
 
 def place_constraint(

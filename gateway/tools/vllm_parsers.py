@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.parsers.events import Event, Reasoning, Text
-from gateway.parsers.reasoning import Marks, Thinking
+from gateway.parsers.reasoning import Thinking, ThinkingFormat
 from gateway.settings import VLLM_PREFIX
 from gateway.text.tokenization import TextCodec
 from protos.errors import ConfigurationRefused
@@ -117,10 +117,10 @@ class ReasoningParser:
             parser.adjust_initial_state_from_prompt(list(prompt))
 
     @property
-    def marks(self) -> Marks | None:
+    def marks(self) -> ThinkingFormat | None:
         """Its markers; ``None`` if it does not say."""
         start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
-        return Marks(start, end) if start and end else None
+        return ThinkingFormat(start, end) if start and end else None
 
     def begins(self) -> Thinking:
         """Returns where the parser takes an answer to begin.

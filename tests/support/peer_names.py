@@ -40,8 +40,6 @@ _INSPECT_VLLM: Final = """
 import dataclasses
 from vllm.config import CompilationConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.reasoning import ReasoningParserManager
-from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for action in make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))._actions:
     names = [name for name in action.option_strings if not name.startswith("--no-")]
@@ -49,10 +47,6 @@ for action in make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))._action
         form = {"+": [" VALUE..."], 0: [""]}.get(action.nargs, [" VALUE"])[0]
         names.sort(key=lambda name: (not name.startswith("--"), action.option_strings.index(name)))
         print("flags", " ".join(names) + form)
-for name in ToolParserManager.list_registered():
-    print("tool-parsers", name)
-for name in ReasoningParserManager.list_registered():
-    print("reasoning-parsers", name)
 for field in dataclasses.fields(CompilationConfig):
     if field.init:
         print("compilation-keys", field.name)
@@ -114,7 +108,7 @@ def _rbln_flags() -> set[str]:
 
 
 def _inspected() -> dict[str, set[str]]:
-    """Returns what vLLM's own parser and registries say."""
+    """Returns what vLLM's own parser and configuration say."""
     done = subprocess.run([sys.executable, "-c", _INSPECT_VLLM], capture_output=True, text=True, check=True)
     found: dict[str, set[str]] = {}
     for line in done.stdout.splitlines():
@@ -136,10 +130,7 @@ def lists(*, only_installed: bool = False) -> dict[Path, str]:
     inspected = _inspected()
     texts = {
         FLAGS / "vllm.txt": _text(vllm, inspected["flags"]),
-        **{
-            FLAGS / f"{name}.txt": _text(vllm, inspected[name])
-            for name in ("tool-parsers", "reasoning-parsers", "compilation-keys")
-        },
+        FLAGS / "compilation-keys.txt": _text(vllm, inspected["compilation-keys"]),
         VARIABLES / "vllm.txt": _text(vllm, _vllm_variables()),
     }
     if only_installed:

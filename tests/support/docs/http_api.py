@@ -29,7 +29,7 @@ The gateway buffers 64 KiB of a connection, so a body takes a round trip for eac
 bodies near far clients that send large ones.
 A body has at most 500,000 values, 100,000 of them texts and 100,000 lists and objects; a text has at most 500,000 tokens and 2.5 MB.
 
-The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
+The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking` and `thinking`, off with "none"), `documents` and
 `chat_template_kwargs`; what it does not read changes nothing.
 """
 

@@ -85,7 +85,7 @@ ARGUMENTS = {
     "decode_buckets": ["--decode-buckets=1,3", "--decode-bucket-strategy=manual"],
     "pool_batch_sizes": ["--pool-batch-sizes=1,4", "--pool-prompt-lens=4096,1024"],
     "pool_prompt_lens": ["--pool-batch-sizes=2", "--pool-prompt-lens=512"],
-    "reasoning_parser": ["--reasoning-parser=vllm:own"],
+    "reasoning_parser": ["--reasoning-parser=vllm:kimi_k2"],
     "tenant_weights": ["--tenant-weights=paid=4,trial=0.5"],
     "tool_call_parser": ["--tool-call-parser=hermes"],
     "batchsize_log_interval_s": ["--batchsize-log-interval-s=-1"],

@@ -13,7 +13,7 @@ from gateway.parsers.formats import FORMATS, LIST
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
-from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
+from gateway.parsers.reasoning import Thinking, ThinkParser
 
 NAMES = dict.fromkeys(("get_weather", "get_time", "from_to"))
 PARIS = '{"city": "Paris"}'
@@ -265,59 +265,6 @@ def test_mistrals_ids() -> None:
     ):
         ((_, call),) = CollectedMessage.from_events(reader("mistral").whole(text)).calls.items()
         assert call["id"] == expected or (expected is None and len(call["id"]) == 9 and call["id"].isalnum())
-
-
-@pytest.mark.parametrize(
-    ("at", "text", "reasoning", "content"),
-    [
-        (Thinking.POSSIBLE, "<think>\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
-        (Thinking.POSSIBLE, "\n<think>Hm.</think>Paris. ", "Hm.", "Paris. "),
-        (Thinking.POSSIBLE, "Paris.\n", None, "Paris.\n"),
-        (Thinking.POSSIBLE, "Paris, not <think>x</think>.", None, "Paris, not <think>x</think>."),
-        (Thinking.POSSIBLE, "<think>\n\n</think>\n\nParis.", None, "Paris."),
-        (Thinking.POSSIBLE, "<thin", None, "<thin"),
-        (Thinking.OPEN, "\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
-        (Thinking.OPEN, "<think>\nHm.\n</think>\n\nParis.", "Hm.", "Paris."),
-        (Thinking.OPEN, "Hm. I wonder </thi", "Hm. I wonder </thi", None),
-        (Thinking.OPEN, "Hm.\n\nWell.", "Hm.\n\nWell.", None),
-        (Thinking.OPEN, "Hm.</think>", "Hm.", None),
-        (Thinking.OPEN, "a</think>b</think>c", "a", "b</think>c"),
-        (Thinking.OVER, "Paris</think>", None, "Paris</think>"),
-    ],
-)  # fmt: skip
-def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str | None) -> None:
-    """Thinking and answer are separated without the white space between them."""
-    body = CollectedMessage.from_events(AnswerReader(ThinkParser(at), None).whole(text)).body(
-        with_reasoning=True
-    )
-    assert (body["reasoning"], body["content"]) == (reasoning, content)
-    assert body["reasoning"] == body["reasoning_content"]
-
-
-def test_calls_behind_thinking() -> None:
-    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-    both = AnswerReader(ThinkParser(Thinking.OPEN), CallParser(FORMATS["hermes"], NAMES))
-    body = CollectedMessage.from_events(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(
-        with_reasoning=True
-    )
-    assert body["reasoning"] == f"I could {call}."
-    assert (body["content"], len(body["tool_calls"])) == (None, 1)
-
-
-@pytest.mark.parametrize(
-    ("tail", "always", "at"),
-    [
-        ("<|im_start|>assistant\n", False, Thinking.POSSIBLE),
-        ("<|im_start|>assistant\n", True, Thinking.OPEN),
-        ("<|im_start|>assistant\n<think>\n", False, Thinking.OPEN),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, Thinking.OVER),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", True, Thinking.OVER),
-        ("what is <think>?<|im_end|>\n<|im_start|>assistant\n", False, Thinking.POSSIBLE),
-    ],
-)  # fmt: skip
-def test_where_an_answer_begins(tail: str, always: bool, at: Thinking) -> None:
-    """The end of the prompt shows whether the model is already thinking."""
-    assert thinking_at(tail, always=always) is at
 
 
 NESTED = '<tool_call>{"name": "f", "arguments": {"a": "'

@@ -118,6 +118,7 @@ def test_calls_behind_thinking(name: str, at: Thinking) -> None:
         Thinking.OPEN: "Hm.</think>\n\n",
         Thinking.POSSIBLE: "<think>Hm.</think>\n\n",
         Thinking.OVER: "",
+        Thinking.ANSWER: "",
     }[at]
     never_first = "<think>" if at is Thinking.POSSIBLE else ""
     forms = [
