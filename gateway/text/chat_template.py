@@ -30,6 +30,9 @@ _TEXT_PROBE: Final = "content probe"
 # A part as Python or JSON writes it, with quotes that a text around it may escape.
 _DUMPED: Final = re.compile(rf"""["']text\\*["']\s*:\s*\\*["']{_TEXT_PROBE}""")
 
+_THOUGHT: Final = "probed thought"
+_DUMPED_THOUGHT: Final = re.compile(rf"""["']thinking\\*["']\s*:\s*\\*["']{_THOUGHT}""")
+
 # Roles of OpenAI's API. Templates may know others, such as Llama's "ipython"; clients may make them up.
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -229,7 +232,7 @@ class ChatTemplate:
         }
         try:
             with limited(_CPU_S):
-                text = self._write([self._contents.fit(message) for message in messages], given)
+                text = self._write([self._fit(message) for message in messages], given)
         except OutOfCpuTime:
             raise InvalidArgument(
                 f"the model's chat template takes more than {_CPU_S} s of CPU time for these messages; send"
@@ -237,6 +240,32 @@ class ChatTemplate:
                 param="messages",
             ) from None
         return _up_to_mark(text) if continue_final_message else text
+
+    def _fit(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns ``turn`` with content and thinking in a form that the template shows."""
+        turn = self._contents.fit(turn)
+        if not turn.get("reasoning") or not self._wants_parts_of_thinking:
+            return turn
+        content = turn["content"]
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}] if content else []
+        return {**turn, "content": [{"type": "thinking", "thinking": turn["reasoning"]}, *content]}
+
+    @functools.cached_property
+    def _wants_parts_of_thinking(self) -> bool:
+        """Whether the template shows thinking as a part of the content alone, as Mistral's do."""
+        user, answer = {"role": "user", "content": "u"}, [{"type": "text", "text": "a"}]
+        thought = {"type": "thinking", "thinking": _THOUGHT}
+
+        def shown(content: Any, **fields: str) -> bool:
+            try:
+                text = self._write([user, {"role": "assistant", "content": content, **fields}], {})
+            except (InvalidArgument, AttributeError):
+                return False
+            return _THOUGHT in text and not _DUMPED_THOUGHT.search(text)
+
+        named = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), _THOUGHT)
+        return not shown("a", **named) and shown([thought, *answer])
 
     def _write(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
@@ -301,7 +330,6 @@ def thinking_format(template: ChatTemplate | None) -> str | None:
     return max(found, key=lambda name: len(found[name].answer), default=None)
 
 
-_THOUGHT: Final = "probed thought"
 _ANSWER: Final = "probed answer"
 _PROBED_TURNS: Final[list[dict[str, Any]]] = [
     {"role": "user", "content": "probe"},

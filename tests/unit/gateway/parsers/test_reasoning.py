@@ -7,6 +7,8 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
+from gateway.parsers.formats import FORMATS
+from gateway.parsers.machine import CallParser
 from gateway.parsers.reasoning import (
     THINK,
     THINKING_ALIASES,
@@ -15,8 +17,6 @@ from gateway.parsers.reasoning import (
     ThinkParser,
     thinking_at,
 )
-from gateway.parsers.formats import FORMATS
-from gateway.parsers.machine import CallParser
 
 OPEN, POSSIBLE, OVER, ANSWER = Thinking
 
