@@ -153,7 +153,9 @@ def test_a_call_ends_the_thinking(
     text: str, reasoning: str | None, content: str | None, num_calls: int
 ) -> None:
     def reader() -> AnswerReader:
-        return AnswerReader(ThinkParser(OPEN, THINK, ("<tool_call>",)), CallParser(FORMATS["hermes"], {"get_time": None}))
+        return AnswerReader(
+            ThinkParser(OPEN, THINK, ("<tool_call>",)), CallParser(FORMATS["hermes"], {"get_time": None})
+        )
 
     whole = CollectedMessage.from_events(reader().whole(text)).body(with_reasoning=True)
     for body in (whole, *(read(reader(), pieces) for pieces in cuts(text))):
