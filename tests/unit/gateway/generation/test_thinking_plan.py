@@ -147,18 +147,17 @@ def test_a_template_shows_the_format_of_thinking(source: str, name: str | None) 
 def test_a_grammar_allows_the_formats_thinking(smollm2: ServedModel, name: str) -> None:
     """What the grammar accepts, the parser reads as thinking and the constrained answer."""
     form, chosen = THINKING_FORMATS[name], {"reasoning_parser": name}
-    body = chat(structured_outputs={"regex": "[ab]{3}"}, chat_template_kwargs={"thinking": True})
+    asked = chat(structured_outputs={"regex": "[ab]{3}"}, chat_template_kwargs={"thinking": True})
     for opened in (False, True):
         prompt = f"x{form.start}" if opened else "x"
         ids = smollm2.text.encode(prompt, add_special_tokens=False)
-        plan = plan_answer(settings(**chosen), smollm2, body, ids)
+        plan = plan_answer(settings(**chosen), smollm2, asked, ids)
         assert plan.constraint is not None
         start = "" if opened else form.start
         for begin, end in (("", ""), *form.answer):
             text = f"{start}Hm.{form.end}\n{begin}aba{end}"
             assert accepts(plan.constraint, text)
-            assert CollectedMessage.from_events(plan.reader().whole(text)).body(with_reasoning=True)[
-                "content"
-            ] == "aba"
+            body = CollectedMessage.from_events(plan.reader().whole(text)).body(with_reasoning=True)
+            assert (body["reasoning"], body["content"]) == ("Hm.", "aba")
             assert not accepts(plan.constraint, f"{start}Hm.{form.end}{begin}abc{end}")
         assert not accepts(plan.constraint, f"{start}aba")

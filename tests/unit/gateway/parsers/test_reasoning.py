@@ -1,5 +1,6 @@
 """Formats of thinking: every entry, at every cut of the text."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -143,7 +144,6 @@ CALL: Final = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
         ("Use <tool_call> here.</think>Ok.", "Use <tool_call> here.", "Ok.", 0),
         ("Use <tool_call>", "Use <tool_call>", None, 0),
         ("A <tool_cal> is no call.\n</think>\nOk.", "A <tool_cal> is no call.", "Ok.", 0),
-        # An end marker within a call belongs to the call.
         ('Hm.<tool_call>{"name": "get_time", "arguments": {"a": "</think>"}}</tool_call></think>Ok.', "Hm.", "Ok.", 1),
         # After the thinking, there is nothing to interrupt.
         (f"Hm.</think>Ok.</think>\n{CALL}", "Hm.", "Ok.</think>", 1),
@@ -160,11 +160,10 @@ def test_a_call_ends_the_thinking(
     whole = CollectedMessage.from_events(reader().whole(text)).body(with_reasoning=True)
     for body in (whole, *(read(reader(), pieces) for pieces in cuts(text))):
         assert (body["reasoning"], body["content"]) == (reasoning, content)
-        calls = body.get("tool_calls", ())
-        assert len(calls) == num_calls
-        assert all(call["function"]["name"] == "get_time" for call in calls)
-    if '</think>"' in text:
-        assert calls[0]["function"]["arguments"] == '{"a": "</think>"}'
+        calls = [call["function"] for call in body.get("tool_calls", ())]
+        assert [call["name"] for call in calls] == ["get_time"] * num_calls
+        # An end marker within a call belongs to the call.
+        assert all(json.loads(call["arguments"]) in ({}, {"a": "</think>"}) for call in calls)
 
 
 EARLIER: Final = "<|user|>Think <think>Hm.</think> is how?<|assistant|>"
