@@ -414,7 +414,7 @@ def plan_thinking(
 ) -> ThinkingPlan:
     """Plans the thinking in front of the answer to ``prompt``."""
     name, text = settings.reasoning_parser, served.text
-    form = THINKING_FORMATS.get((text.thinking_format or "") if name == "auto" else name)
+    form = text.shown.thinking if name == "auto" else THINKING_FORMATS.get(name)
     if form is None:
         return ThinkingPlan(None)
     variables, continued = settings.default_chat_template_kwargs, ""

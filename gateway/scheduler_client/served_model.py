@@ -261,7 +261,12 @@ class ServedModelWatcher:
             model=model.served_name,
             max_model_len=model.max_model_len,
             chat_template=text.chat_template is not None,
-            tool_format=text.shown.tool_format or ("the template's own" if text.shown.tools else None),
-            thinking_format=text.thinking_format,
+            tool_format=_name(text.shown.tool_format, text.shown.tools),
+            calls_unreadable=text.shown.reason or None,
+            thinking_format=_name(text.shown.thinking_format, text.shown.thinking),
             tokenizer=model.tokenizer_sha256[:12],
         )
+
+
+def _name(name: str | None, form: object | None) -> str | None:
+    return name or ("the template's own" if form is not None else None)

@@ -18,7 +18,6 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from gateway.parsers.reasoning import THINKING_FORMATS
 from gateway.schemas.base import clip
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from protos.errors import ConfigurationRefused, InvalidArgument
@@ -314,20 +313,6 @@ def read_template(setting: str | None) -> str | None:
     except jinja2.TemplateSyntaxError as error:
         raise ConfigurationRefused(f"--chat-template, line {error.lineno}: {error.message}") from error
     return source
-
-
-def thinking_format(template: ChatTemplate | None) -> str | None:
-    """Returns the format of thinking whose texts stand in ``template``; ``None`` without any."""
-    source = template.source if template is not None else ""
-    found = {
-        name: form
-        for name, form in THINKING_FORMATS.items()
-        # Templates open the thinking of models that do not do so themselves.
-        if form.unmarked == "never"
-        and any(end in source for end in form.ends)
-        and (not form.answer or any(begin.strip() in source for begin, _ in form.answer))
-    }
-    return max(found, key=lambda name: len(found[name].answer), default=None)
 
 
 _ANSWER: Final = "probed answer"

@@ -1,7 +1,7 @@
 """Finds in a chat template how its model writes tool calls.
 
 The template writes short conversations, which differ in one respect each, such as in a call. The differences
-are compared with the entries of the table. If none fits, they give the markers of an entry of their own,
+are compared with the entries of the tables. If none fits, they give the markers of an entry of their own,
 which must write further calls as the template does.
 
 The idea of comparing renderings: llama.cpp's parser derived from templates.
@@ -29,7 +29,7 @@ from gateway.parsers.formats import (
     Python,
     Tagged,
 )
-from gateway.parsers.reasoning import THINK
+from gateway.parsers.reasoning import SWITCHES, THINKING_FORMATS, ThinkingFormat
 from gateway.parsers.writing import Call, write
 from gateway.schemas.base import clip
 from gateway.settings import HARMONY
@@ -43,6 +43,7 @@ _MAX_CHARS: Final = 8_000
 _QUESTION: Final = "Probed question"
 _ANSWER: Final = "Probed answer"
 _TEXT: Final = "Probed text"
+_THOUGHT: Final = "Probed thought"
 
 # Keys in alphabetical order, as some templates sort them. Words for true and null differ between templates.
 _CALLS: Final = (
@@ -89,6 +90,10 @@ class Derived:
     """Why there is no form of tool calls."""
     arguments_as_text: bool = False
     """Whether the template takes the arguments of earlier calls as JSON, and refuses an object."""
+    thinking: ThinkingFormat | None = None
+    """The markers of thinking; ``None``: the model does not think, as far as the template shows."""
+    thinking_format: str | None = None
+    """Their name; ``None`` for markers of the template's own, and without any."""
 
 
 class _Refused(Exception):  # noqa: N818 - a finding, not an error
@@ -96,18 +101,25 @@ class _Refused(Exception):  # noqa: N818 - a finding, not an error
 
 
 def derive(template: ChatTemplate) -> Derived:
-    """Returns the format of tool calls that ``template`` shows. Takes some 20 ms."""
+    """Returns the formats of tool calls and thinking that ``template`` shows. Takes some 20 ms."""
     probe = _Probe(template)
+    name, thinking = _thinking(probe)
     try:
-        written = probe.calls(_CALLS)
-        name, form = _format_of(written, probe)
-        return Derived(form, name, arguments_as_text=written.as_text)
+        written = probe.calls(_CALLS, thinking)
+        tool_format, form = _format_of(written, thinking, probe)
     except _Refused as refused:
         announced = probe.announced()
-        return Derived(FORMATS[announced], announced) if announced else Derived(reason=str(refused))
+        form, reason = (FORMATS[announced], "") if announced else (None, str(refused))
+        return Derived(form, announced, reason, thinking=thinking, thinking_format=name)
+    if tool_format == HARMONY:
+        # Its channels are for thinking, too.
+        name, thinking = HARMONY, None
+    return Derived(form, tool_format, "", written.as_text, thinking, name)
 
 
-def _format_of(written: "_Written", probe: "_Probe") -> tuple[str | None, Format | None]:
+def _format_of(
+    written: "_Written", thinking: ThinkingFormat | None, probe: "_Probe"
+) -> tuple[str | None, Format | None]:
     """Returns the name of the calls' format and its entry, of which one may be missing."""
     if f"to={harmony.FUNCTIONS}{written.calls[0].name}" in written.text and harmony.MESSAGE in written.text:
         return HARMONY, None
@@ -119,7 +131,7 @@ def _format_of(written: "_Written", probe: "_Probe") -> tuple[str | None, Format
         )
         return name, FORMATS[name]
     form = _own_format(written)
-    if form is not None and _fits(form, written) and _fits(form, probe.calls((_OTHER,))):
+    if form is not None and _fits(form, written) and _fits(form, probe.calls((_OTHER,), thinking)):
         return None, form
     raise _Refused(f"it writes calls in a form that no entry can describe: {clip(written.text)}")
 
@@ -130,25 +142,44 @@ class _Probe:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._end_s = time.thread_time() + _CPU_S
+        self.source = template.source
+        self.switches = tuple(name for name in SWITCHES if name in template.variables)
 
     def turn(self, **turn: Any) -> str:
         """Returns the text of an assistant's turn after a question, the header included."""
-        text = self._render([_USER, {"role": "assistant", **turn}])
+        text = self._render([_USER, {"role": "assistant", **turn}], tools=_TOOLS)
         text = text.rpartition(_QUESTION)[2]
         if len(text) > _MAX_CHARS:
             raise _Refused("it adds too much text to a short turn")
         return text
 
-    def _render(self, turns: Sequence[Mapping[str, Any]]) -> str:
+    def earlier_turn(self, content: str) -> str:
+        """Returns the text of an assistant's turn between two questions."""
+        turns = [_USER, {"role": "assistant", "content": content}, _USER]
+        return self._render(turns, tools=_TOOLS).rpartition(_QUESTION)[0].rpartition(_QUESTION)[2]
+
+    def prompt(self, **switched: bool) -> str:
+        """Returns the text after a question before which the model answers."""
+        return self._render([_USER], switched, is_prompt=True).rpartition(_QUESTION)[2]
+
+    def _render(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, bool] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_prompt: bool = False,
+    ) -> str:
         if time.thread_time() > self._end_s:
             raise _Refused(f"it takes more than {_CPU_S} s of CPU time for short conversations")
         try:
-            text = self._template.render(turns, add_generation_prompt=False, tools=_TOOLS)
+            return self._template.render(
+                turns, add_generation_prompt=is_prompt, variables=variables, tools=tools
+            )
         except (InvalidArgument, KeyError) as refused:
             raise _Refused(str(refused)) from refused
-        return text
 
-    def calls(self, calls: Sequence[Call]) -> _Written:
+    def calls(self, calls: Sequence[Call], thinking: ThinkingFormat | None) -> _Written:
         """Returns calls as the template writes them: all of them, or the first."""
         reason = "it shows no calls" if self._template.knows_tools else "it shows no tools"
         for ids in _IDS:
@@ -160,24 +191,24 @@ class _Probe:
                         reason = str(refused) if self._template.knows_tools else reason
                         continue
                     if all(call.name in text for call in some) and next(iter(some[0].arguments)) in text:
-                        return _Written(*self._cut(text), some, ids, as_text)
+                        return _Written(*self._cut(text, thinking), some, ids, as_text)
         raise _Refused(reason)
 
-    def _cut(self, text: str) -> tuple[str, str]:
+    def _cut(self, text: str, thinking: ThinkingFormat | None) -> tuple[str, str]:
         """Returns a turn without the header and the empty answer before the calls, and the end of turns."""
         header, _, ending = self.turn(content=_ANSWER).partition(_ANSWER)
         text = text[len(_common_start(header, text)) :]
         if (closed := _common_start(ending, text)).strip():
             text = text[len(closed) :]
         text = text.lstrip()
-        for marker in (THINK.start, THINK.end):
+        for marker in (*thinking.starts, *thinking.ends) if thinking else ():
             text = text.removeprefix(marker).lstrip()
         return text, ending
 
     def announced(self) -> str | None:
         """Returns the format whose marker the template's words about tools quote."""
         try:
-            words = self._render([_USER]).rpartition(_QUESTION)[0]
+            words = self._render([_USER], tools=_TOOLS).rpartition(_QUESTION)[0]
         except _Refused:
             return None
         found = {name for name, form in FORMATS.items() if form.trigger and form.trigger in words}
@@ -492,3 +523,90 @@ def _tagged_call(text: str, at: int, call: Call, _: str, known: CallForm | None)
         if text.startswith(value_end, end):
             return _Span(form, start, end + len(value_end))
     return None
+
+
+# Thinking.
+
+
+def _thinking(probe: _Probe) -> tuple[str | None, ThinkingFormat | None]:
+    """Returns the markers of thinking, and the name of their entry."""
+    try:
+        found = _shown_thinking(probe) or _hidden_thinking(probe)
+    except _Refused:
+        found = None
+    return found or _mentioned_thinking(probe.source)
+
+
+def _shown_thinking(probe: _Probe) -> tuple[str | None, ThinkingFormat] | None:
+    """Reads the markers from a turn in which the template shows a thought."""
+    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": _ANSWER}]
+    call = _tool_calls(_CALLS[:1], "short", as_text=False)
+    for turn in (
+        {"content": _ANSWER, **thought},
+        {"content": parts},
+        # Some templates show the thought before a call alone.
+        {"content": _ANSWER, **thought, "tool_calls": call},
+    ):
+        try:
+            text = probe.turn(**turn)
+        except _Refused:
+            continue
+        before, _, after = text.partition(_THOUGHT)
+        between, answer, ending = after.partition(_ANSWER)
+        if answer:
+            break
+    else:
+        return None
+    fitting = [
+        (sum(begin.strip() in between for begin, _ in form.answer), name)
+        for name, form in THINKING_FORMATS.items()
+        if before.rstrip().endswith(form.starts) and between.lstrip().startswith(form.ends)
+    ]
+    if fitting:
+        # Several share Qwen's markers. The first of them says the least about the model.
+        name = max(fitting, key=lambda found: found[0])[1]
+        return name, THINKING_FORMATS[name]
+    plain = probe.turn(content=_ANSWER).partition(_ANSWER)[0]
+    prompt = probe.prompt()
+    header = _common_start(_common_start(before, plain), prompt)
+    start, begin = before[len(header) :], plain[len(header) :]
+    if not start.strip() and (opened := [*_MARKER.finditer(before)]):
+        # The template writes empty thoughts, too; or the prompt begins every thought.
+        start, begin = before[opened[-1].start() :], ""
+        if start.strip().replace("<", "</") != between.strip():
+            start = prompt[len(before) :] if prompt.startswith(before) else ""
+    closer = _MARKER.match(ending)
+    if not start.strip() or not between.strip():
+        return None
+    pair = ((begin, closer[0]),) if begin.strip() and closer else ()
+    return None, ThinkingFormat(start, between.removesuffix(begin) if pair else between, answer=pair)
+
+
+def _hidden_thinking(probe: _Probe) -> tuple[str, ThinkingFormat] | None:
+    """Finds an entry whose markers the prompt writes, or whose thoughts earlier turns omit."""
+    switched: list[dict[str, bool]] = [{}]
+    switched += [{name: value} for name in probe.switches for value in (True, False)]
+    prompts = [probe.prompt(**switches).rstrip() for switches in switched]
+    tried = set()
+    for name, form in THINKING_FORMATS.items():
+        start, end = form.start.strip(), form.end.strip()
+        if (start, end) in tried:
+            continue
+        tried.add((start, end))
+        if any(prompt.endswith((start, end)) for prompt in prompts):
+            return name, form
+        earlier = probe.earlier_turn(f"{form.start}{_THOUGHT}{form.end}{_ANSWER}")
+        if _ANSWER in earlier and _THOUGHT not in earlier:
+            return name, form
+    return None
+
+
+def _mentioned_thinking(source: str) -> tuple[str | None, ThinkingFormat | None]:
+    """Finds an entry whose markers stand anywhere in the template: a model without thoughts writes none."""
+    for name, form in sorted(THINKING_FORMATS.items(), key=lambda item: -len(item[1].answer)):
+        begins = [begin.strip() for begin, _ in form.answer]
+        texts = (form.starts, form.ends, *([begins] if begins else []))
+        if form.unmarked == "never" and all(any(text in source for text in each) for each in texts):
+            return name, form
+    return None, None

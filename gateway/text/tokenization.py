@@ -16,7 +16,7 @@ import jinja2
 from tokenizers import Encoding, Tokenizer
 
 from gateway.schemas.base import clip
-from gateway.text.chat_template import ChatTemplate, thinking_format
+from gateway.text.chat_template import ChatTemplate
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from gateway.text.derive import Derived, derive
 from gateway.text.detokenizer import DetokenizerFactory
@@ -118,13 +118,11 @@ class TextCodec:
     tool_template: ChatTemplate | None
     """The template for conversations with tools; usually the same."""
     shown: Derived
-    """The formats of calls that the template shows."""
+    """The formats of tool calls and thinking that the template for tools shows."""
     pair_template: ChatTemplate | None
     """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""
     prompts: TextPrompts
     """The prompts of an embedding model."""
-    thinking_format: str | None
-    """How the model marks its thinking; ``None`` if its template does not show a known format."""
     special_tokens: dict[str, str]
     """``bos_token``, ``eos_token`` and so on, by name."""
     config: dict[str, Any]
@@ -149,7 +147,6 @@ class TextCodec:
         self.pair_template = chat_template if writes_pairs else None
         self.prompts = prompts or TextPrompts()
         self.shown = derive(self.tool_template) if self.tool_template else Derived()
-        self.thinking_format = thinking_format(chat_template)
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
         self._wrapped: Any = None

@@ -14,7 +14,7 @@ import jinja2
 from gateway.parsers.formats import Format
 from gateway.parsers.writing import Call, write
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.derive import derive
+from gateway.text.derive import Derived, derive
 from tests.support.rbln.wheels import fetch
 
 TRL = ("trl", "1.16.0")
@@ -34,10 +34,11 @@ def trl_templates() -> dict[str, str]:
 
 
 def formats_of(source: str) -> dict[str, str]:
-    """Returns the format of tool calls, or the reason why there is none."""
+    """Returns the formats of tool calls and thinking, and the reason why there are no calls."""
     found = derive(ChatTemplate(source, SPECIAL_TOKENS))
     texts = {
         "tools": found.tool_format or (_example(found.tools) if found.tools else ""),
+        "thinking": found.thinking_format or _markers(found),
         "reason": found.reason,
     }
     return {kind: text for kind, text in texts.items() if text}
@@ -45,6 +46,13 @@ def formats_of(source: str) -> dict[str, str]:
 
 def _example(form: Format) -> str:
     return write(form, [Call("NAME", {"KEY": "VALUE"})])
+
+
+def _markers(found: Derived) -> str:
+    if (form := found.thinking) is None:
+        return ""
+    begin, end = form.answer[0] if form.answer else ("", "")
+    return f"{form.start}…{form.end}{begin}{'…' if begin else ''}{end}"
 
 
 def main(folders: list[str]) -> None:

@@ -8,7 +8,6 @@ from gateway.generation.answer_plan import plan_answer
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers.reasoning import THINKING_ALIASES, THINKING_FORMATS
 from gateway.scheduler_client.served_model import ServedModel
-from gateway.text.chat_template import ChatTemplate, thinking_format
 from tests.support.gateway.tool_requests import USER, accepts, chat, settings
 from tests.support.gateway.tool_templates import TIME
 
@@ -120,27 +119,6 @@ def test_texts_around_the_answer_are_dropped_without_tools(smollm2: ServedModel)
     for prompt in ("", "x<|open|>response<|sep|>"):
         written = text.removeprefix("<|open|>response<|sep|>") if prompt else text
         assert answer(smollm2, written, {"reasoning_parser": "kimi_k3"}, prompt=prompt)["content"] == "Hello."
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("{{ m.content }}", None),
-        ("[THINK]{{ m.thinking }}[/THINK]", "mistral"),
-        ("<think>\n{{ m.reasoning_content }}\n</think>", "qwen3"),
-        ("{{ m.content.split('</think>')[-1] }}", "qwen3"),
-        ("<|channel>thought\n{{ m.reasoning }}<channel|>", "gemma4"),
-        ("<seed:think>{{ m.reasoning_content }}</seed:think>", "seed_oss"),
-        ("Write your thoughts in <think></think>, then <response></response>.", "granite"),
-        ("<think>\n\n</think>\n<answer>\n", "hunyuan_a13b"),
-        ("<|START_THINKING|><|END_THINKING|><|START_RESPONSE|>", "cohere"),
-        ("<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>", "kimi_k3"),
-    ],
-)
-def test_a_template_shows_the_format_of_thinking(source: str, name: str | None) -> None:
-    """``auto`` takes the format whose markers stand in the template."""
-    assert thinking_format(ChatTemplate(source, {})) == name
-    assert thinking_format(None) is None
 
 
 @pytest.mark.parametrize("name", THINKING_FORMATS)

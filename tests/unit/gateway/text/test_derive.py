@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from gateway.parsers.events import CallArguments, CallStart, Event, Text
+from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from gateway.parsers.formats import FORMATS, Format
 from gateway.parsers.machine import CallParser
+from gateway.parsers.reasoning import SWITCHES, THINKING_FORMATS, ThinkParser, thinking_at
 from gateway.text.chat_template import ChatTemplate
-from gateway.text.derive import derive
+from gateway.text.derive import Derived, derive
 from gateway.text.tokenization import TextCodec
 from tests.support.gateway.tool_templates import TEMPLATES, folder_with
 from tests.support.parsers.chat_templates import FOUND, SPECIAL_TOKENS, formats_of, trl_templates
@@ -199,6 +200,71 @@ def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
     assert codec.shown.tool_format == "hermes"
 
 
+SHOWN = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}STARTTHOUGHTEND{% endif %}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+).replace("THOUGHT", "{{ m.reasoning_content }}")
+HIDDEN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>PROMPT{% endif %}"
+)
+SWITCHED = "{{ '<think>' if thinking else '</think>' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (SHOWN.replace("START", "<think>\n").replace("END", "\n</think>\n\n"), "qwen3"),
+        (SHOWN.replace("START", "[THINK]").replace("END", "[/THINK]"), "mistral"),
+        (SHOWN.replace("START", "<|channel>thought\n").replace("END", "<channel|>"), "gemma4"),
+        (HIDDEN.replace("PROMPT", ""), "qwen3"),
+        (HIDDEN.replace(".split('</think>')[-1]", "").replace("PROMPT", "<think>\n"), "qwen3"),
+        (HIDDEN.replace(".split('</think>')[-1]", "").replace("PROMPT", SWITCHED), "qwen3"),
+        (HIDDEN.replace(".split('</think>')[-1]", "").replace("PROMPT", ""), None),
+        (TURN, None),
+        ("{{ '</think>' if false }}" + TURN, None),
+    ],
+)
+def test_a_template_shows_its_thinking(source: str, name: str | None) -> None:
+    found = derive(ChatTemplate(source, {}))
+    assert found.thinking_format == name
+    assert found.thinking == (THINKING_FORMATS[name] if name else None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SHOWN.replace("START", "<|muse|>").replace("END", "<|mused|>"),
+        SHOWN.replace("START", "<muse>\n").replace("END", "\n</muse>\n\n"),
+        SHOWN.replace("START", " to=self:").replace("END", "<|next|>"),
+        SHOWN.replace("START", "")
+        .replace("END", "\n[SO]\n")
+        .replace("<|assistant|>{%", "<|assistant|>I muse:\n{%"),
+    ],
+)
+def test_other_markers_of_thinking_are_found(source: str) -> None:
+    template = ChatTemplate(source, {})
+    found = derive(template)
+    assert found.thinking_format is None
+    assert thought_and_answer(template, found) == ("So be it.", "Yes.<|end|>")
+
+
+def thought_and_answer(template: ChatTemplate, found: Derived) -> tuple[str, str]:
+    """Returns the thought and the answer that are read in a turn of the template."""
+    assert found.thinking is not None
+    thought = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "So be it.")
+    turn = {"role": "assistant", "content": "Yes.", **thought}
+    on: dict[str, Any] = {name: True for name in SWITCHES if name in template.variables}
+    prompt = template.render([QUESTION], add_generation_prompt=True, variables=on)
+    whole = template.render([QUESTION, turn], add_generation_prompt=False, variables=on)
+    common = next((at for at, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))
+    # A template may leave a text of the prompt out of the turn.
+    parser = ThinkParser(thinking_at(found.thinking, prompt, variables=on), found.thinking)
+    events = [event for char in whole[common:] for event in parser.feed(char)] + parser.finish()
+    thoughts = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return thoughts.strip(), "".join(event.text for event in events if isinstance(event, Text)).strip()
+
+
 @pytest.fixture(scope="module")
 def templates() -> dict[str, str]:
     try:
@@ -208,14 +274,21 @@ def templates() -> dict[str, str]:
 
 
 TRL = json.loads(FOUND.read_text())["trl"]
+# They show no thoughts.
+THOUGHTLESS = {"gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4"} | {
+    name for name in TRL if name.startswith("deepseek")
+}
 
 
 @pytest.mark.parametrize("name", TRL)
 def test_templates_of_trl_show_the_formats_in_the_documentation(templates: dict[str, str], name: str) -> None:
-    """A call that such a template writes is read as the same call."""
+    """A call or a thought that such a template writes is read as the same."""
     assert formats_of(templates[name]) == TRL[name]
     template = ChatTemplate(templates[name], SPECIAL_TOKENS)
     found = derive(template)
+    if found.thinking is not None and name not in THOUGHTLESS:
+        thought, content = thought_and_answer(template, found)
+        assert (thought, content.partition("<")[0]) == ("So be it.", "Yes.")
     if (form := found.tools) is None:
         return
     # The templates of LFM2 escape nothing in texts, and those of Llama 3 refuse several calls.
