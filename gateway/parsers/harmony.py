@@ -159,7 +159,10 @@ class HarmonyParser(ParserBase):
 
     def _message(self, out: list[Event]) -> bool:
         """Within thinking or content."""
-        text, marker, rest = split_at(self._rest, _AFTER_MESSAGE)
+        if "<" not in self._rest:
+            text, marker, rest = self._rest, "", ""
+        else:
+            text, marker, rest = split_at(self._rest, _AFTER_MESSAGE)
         self._show(text, out)
         self._rest = marker + rest
         if marker:

@@ -53,6 +53,7 @@ class LooseCall(CallReader):
         # around it, and all of it up to the second quotation mark.
         self._value_schema: Schema = None
         self._held: list[str] = []
+        self._streams = True
         self._mark = ""
         self._marked = ""
 
@@ -131,7 +132,9 @@ class LooseCall(CallReader):
         self._marked = ""
         if self._rest.startswith(self._quote):
             self._take(len(self._quote))
-            if self._streams():
+            # A text of a parameter that must not be one is typed at its end.
+            self._streams = "string" in types(self._value_schema, self._root)
+            if self._streams:
                 self._emit('"', out)
             self._state = self._text
         elif self._rest[0] in "{[":
@@ -144,20 +147,16 @@ class LooseCall(CallReader):
             self._state = self._bare
         return True
 
-    def _streams(self) -> bool:
-        """Whether the value may be a text, which needs no other type."""
-        return "string" in types(self._value_schema, self._root)
-
     def _text(self, out: list[Event]) -> bool:
         """Within the format's quotation marks."""
         before, mark, _ = split_at(self._rest, (self._quote,))
         self._take(len(before) + len(mark))
-        if self._streams():
+        if self._streams:
             self._emit(quoted(before)[1:-1] + ('"' if mark else ""), out)
         else:
             self._held.append(before)
         if mark:
-            self._end_value("" if self._streams() else self._typed(), out)
+            self._end_value("" if self._streams else self._typed(), out)
         return bool(mark)
 
     def _in_marks(self, _: list[Event]) -> bool:

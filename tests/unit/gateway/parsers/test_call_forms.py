@@ -90,6 +90,7 @@ def written(form: str, text: str) -> str:
         ("elements", 'f">~</', {}),
         ("elements", 'f">\n~<zip>5~</zip>\n~<n>5~</n>\n~<x>5~</x>~</', {"zip": "5", "n": 5, "x": 5}),
         ("elements", 'f">~<tags>~<item>1~</item>~<item>2~</item>~</tags>~<where>~<zip>1~</zip>~</where>~</', {"tags": ["1", "2"], "where": {"zip": "1"}}),
+        ("elements", 'f">~<tags>~<tag>1~</tag>~</tags>~</', {"tags": ["1"]}),
         ("elements", 'f">~<tags>~</tags>~<where>~</where>~<zip>~</zip>~</', {"tags": [], "where": {}, "zip": ""}),
         ("elements", 'f">~<zip> <b>\n]<] &amp; ~</zip>~</', {"zip": " <b>\n]<] &amp; "}),
         # Without a schema, items are a list and elements an object; several of a name are a list.

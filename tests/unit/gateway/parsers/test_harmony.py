@@ -98,6 +98,8 @@ def call(name: str, arguments: str, number: int = 0) -> list[Event]:
         ("<|channel|>other<|message|>A", [Text("<|channel|>other<|message|>A")]),
         ("<|channel|>final<|end|><|start|>user<|message|>Hi<|end|>", [Text("<|start|>user<|message|>Hi")]),
         ("<|channel|>commentary to=a<|channel|>commentary<|message|>A", [Text("<|channel|>commentary to=a<|channel|>commentary<|message|>A")]),
+        ("<|channel|>finaljson<|message|>A", [Text("<|channel|>finaljson<|message|>A")]),
+        (f"<|channel|>{'x' * 490}<|message|>A<|channel|>final<|message|>B", [Text(f"<|channel|>{'x' * 490}<|message|>A\nB")]),
         (f"<|channel|>{'x' * 600}<|message|>A<|end|>", [Text(f"<|channel|>{'x' * 600}<|message|>A")]),
         # What is cut off in a marker or header has nothing to show.
         *((text, []) for text in ["", "<|", "<|chan", "<|channel|>", "<|channel|>comm", "<|channel|>commentary to=functions.f", "<|channel|>final <|const", "<|channel|>final<|mess"]),
