@@ -50,6 +50,9 @@ MAX_BAD_WORDS: Final = SAMPLING["bad_words"].max_items
 
 MAX_BAD_WORD_TOKENS: Final = _TOKEN_SEQUENCE["token_ids"].max_items
 
+MAX_MARKERS: Final = _THINKING_BUDGET["ends"].max_items
+"""Texts that start a thought, or end it, in a ``ThinkingBudget``."""
+
 MAX_MARKER_TOKENS: Final = _THINKING_BUDGET["close_ids"].max_items
 """Tokens of each marker in a ``ThinkingBudget``."""
 

@@ -296,8 +296,7 @@ class ThinkingPlan(NamedTuple):
 
     def parser(self, calls: Format | None = None) -> Callable[[], ToolParser] | None:
         """Returns a function that makes parsers; ``calls`` may interrupt the thinking."""
-        form, at = self.form, self.at
-        triggers = tuple(filter(None, (calls.trigger, *calls.also))) if calls is not None else ()
+        form, at, triggers = self.form, self.at, triggers_of(calls)
         return None if form is None else lambda: ThinkParser(at, form, triggers)
 
     @property
@@ -308,6 +307,11 @@ class ThinkingPlan(NamedTuple):
     def behind(self, tag: Tag) -> Tag:
         """Puts an answer's constraint after the thinking."""
         return behind_thinking(self.at, tag, self.form) if self.form is not None else tag
+
+
+def triggers_of(calls: Format | None) -> tuple[str, ...]:
+    """Returns the texts that begin calls, and so end a thought."""
+    return tuple(filter(None, (calls.trigger, *calls.also))) if calls is not None else ()
 
 
 class _CallPlan(NamedTuple):
@@ -344,7 +348,7 @@ def plan_answer(
             markers=thinking.markers,
             show_thinking=body.include_reasoning,
         )
-    form = _format(settings, served)
+    form = call_format(settings, served)
     calls = (
         _plan_optional(form, served, body, thinking, asked)
         if choice == "auto"
@@ -425,7 +429,8 @@ def plan_thinking(
     return ThinkingPlan(form, thinking_at(form, tail, variables=variables, continued=continued))
 
 
-def _format(settings: Settings, served: ServedModel) -> Format | None:
+def call_format(settings: Settings, served: ServedModel) -> Format | None:
+    """Returns the format of the model's calls; ``None`` if it is not known."""
     name = settings.tool_call_parser
     return served.text.shown.tools if name == "auto" else FORMATS.get(name)
 

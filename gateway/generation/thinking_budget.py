@@ -1,19 +1,25 @@
 """The budget of a request's thinking, as the worker needs it: in tokens of the model's markers."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.generation.answer_plan import plan_thinking
+from gateway.generation.answer_plan import call_format, plan_thinking, triggers_of
 from gateway.parsers.reasoning import Thinking
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.settings import Settings
 from gateway.text.chat_template import end_of_thoughts
+from gateway.text.tokenization import TextCodec
 from protos.errors import Unsupported
-from protos.limits import MAX_MARKER_TOKENS
+from protos.limits import MAX_MARKER_TOKENS, MAX_MARKERS
 from protos.triptych.v1 import common_pb2 as pb
 
 _UNLIMITED: Final = -1
+# Around a marker. All markers come without text around them first.
+_BEFORE: Final = ("", "\n")
+_AFTER: Final = ("", "\n", "\n\n", " ")
 
 
 def thinking_budget(
@@ -41,14 +47,36 @@ def thinking_budget(
             " ends its thoughts; omit it, or start the gateway with --reasoning-parser",
             param="thinking_token_budget",
         )
-    start, end, close = (
-        text.encode(marker, add_special_tokens=False)
-        for marker in (form.start, form.end, end_of_thoughts(text.chat_template, form.end))
-    )
+    triggers = triggers_of(call_format(settings, served)) if body.may_call else ()
+    close = _tokens(text, end_of_thoughts(text.chat_template, form.end))
     return pb.ThinkingBudget(
         tokens=tokens,
         open=plan.at is Thinking.OPEN,
-        start_ids=start,
-        end_ids=end,
-        close_ids=close if len(close) <= MAX_MARKER_TOKENS else end,
+        starts=_sequences(text, (form.start, *form.starts)),
+        ends=_sequences(text, (form.end, *form.ends, *triggers)),
+        close_ids=close if len(close) <= MAX_MARKER_TOKENS else _tokens(text, form.end),
     )
+
+
+@functools.lru_cache(64)
+def _sequences(text: TextCodec, markers: Sequence[str]) -> list[pb.TokenSequence]:
+    """Returns the token sequences in which a model may write ``markers``.
+
+    Where markers are no special tokens, a token may also contain the line break after one.
+    """
+    found: list[list[int]] = []
+    for before, after, marker in itertools.product(_BEFORE, _AFTER, markers):
+        ids = _tokens(text, marker, before, after)
+        if len(ids) <= MAX_MARKER_TOKENS and ids not in found:
+            found.append(ids)
+    return [pb.TokenSequence(token_ids=ids) for ids in found[:MAX_MARKERS]]
+
+
+def _tokens(text: TextCodec, marker: str, before: str = "", after: str = "") -> list[int]:
+    """Returns the tokens of ``marker`` between other texts, without those that are not part of it."""
+    ids = text.encode(before + marker + after, add_special_tokens=False)
+    while marker in text.decode(ids[1:]):
+        ids = ids[1:]
+    while marker in text.decode(ids[:-1]):
+        ids = ids[:-1]
+    return ids

@@ -250,6 +250,11 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     )
 
     @property
+    def may_call(self) -> bool:
+        """Whether the answer may have calls."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def effort(self) -> Effort | None:
         """How much to think; ``None``: the request does not say."""
         return self.reasoning_effort

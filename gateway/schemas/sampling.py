@@ -257,6 +257,11 @@ class SamplingRequest(RequestModel):
         return self
 
     @property
+    def may_call(self) -> bool:
+        """Whether the answer may have calls."""
+        return False
+
+    @property
     def effort(self) -> Effort | None:
         """How much to think; ``None``: the request does not say."""
         return None

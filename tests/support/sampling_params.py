@@ -48,10 +48,19 @@ def thinking_budget(
     start: Sequence[int] = (3,),
     end: Sequence[int] = (9,),
     close: Sequence[int] = (),
+    other_ends: Sequence[Sequence[int]] = (),
 ) -> common_pb2.ThinkingBudget:
     """Returns a budget; by default the worker writes the end alone."""
+
+    def sequences(*markers: Sequence[int]) -> list[common_pb2.TokenSequence]:
+        return [common_pb2.TokenSequence(token_ids=marker) for marker in markers if marker]
+
     return common_pb2.ThinkingBudget(
-        tokens=tokens, open=opened, start_ids=start, end_ids=end, close_ids=close or end
+        tokens=tokens,
+        open=opened,
+        starts=sequences(start),
+        ends=sequences(end, *other_ends),
+        close_ids=close or end,
     )
 
 

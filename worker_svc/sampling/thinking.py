@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from protos.limits import MAX_MARKER_TOKENS
+from protos.limits import MAX_MARKER_TOKENS, MAX_MARKERS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.base import is_host, upload
@@ -19,8 +19,10 @@ from worker_svc.pending_step import NOT_FINITE
 
 _NEVER: Final = torch.iinfo(torch.int64).max
 _ANY: Final = -1
-# The rows of `_patterns` before those of the beginnings of `close_ids`.
-_START, _END, _BEGINNINGS = range(3)
+# Rows of `_patterns`.
+_STARTS: Final = slice(0, MAX_MARKERS)
+_ENDS: Final = slice(MAX_MARKERS, 2 * MAX_MARKERS)
+_BEGINNINGS: Final = slice(2 * MAX_MARKERS, 2 * MAX_MARKERS + MAX_MARKER_TOKENS)
 
 
 class Endings(NamedTuple):
@@ -53,20 +55,19 @@ class _Thought:
     """The state of a sequence's thinking."""
 
     def __init__(self, budget: common_pb2.ThinkingBudget, prompt_len: int) -> None:
-        self._tokens = budget.tokens
+        self.tokens = budget.tokens
         self._prompt_len = prompt_len
-        self._start, self._end = list(budget.start_ids), list(budget.end_ids)
+        self.starts = [list(marker.token_ids) for marker in budget.starts]
+        self.ends = [list(marker.token_ids) for marker in budget.ends]
         self.close = list(budget.close_ids)
         """The tokens to write at the end."""
         self.until = prompt_len + budget.tokens if budget.open else _NEVER
         """The position at which the thought must end; `_NEVER` outside of thoughts."""
         self.written = 0
         """How many tokens of `close` are written."""
-        sizes = range(len(self._end), len(self.close) + 1)
-        self.essential = next(
-            (size for size in sizes if self._end == self.close[size - len(self._end) : size]), _NEVER
-        )
-        """How many tokens of `close` include the thought's end; `_NEVER`: it has none."""
+        sizes = range(1, len(self.close) + 1)
+        self.essential = next((size for size in sizes if _ends_with(self.close[:size], self.ends)), _NEVER)
+        """How many tokens of `close` include an end of thoughts; `_NEVER`: it has none."""
 
     def tail(self, position: int) -> slice:
         """Returns the places before `position` that may hold a marker: of new tokens, the last ones."""
@@ -74,25 +75,26 @@ class _Thought:
 
     def take(self, tail: list[int], position: int) -> None:
         """Takes up the token before `position`, the last one of its `tail`."""
-
-        def found(marker: list[int]) -> bool:
-            return 0 < len(marker) <= len(tail) and tail[-len(marker) :] == marker
-
         if self.until == _NEVER:
-            if not found(self._start):
+            if not _ends_with(tail, self.starts):
                 return
-            self.until, ends = position + self._tokens, False
+            self.until, ends = position + self.tokens, False
         else:
-            ends = found(self._end)
+            ends = _ends_with(tail, self.ends)
         if position < self.until:
             self.until = _NEVER if ends else self.until
             return
-        begun = next((size for size in range(len(self.close), 0, -1) if found(self.close[:size])), 0)
+        sizes = range(len(self.close), 0, -1)
+        begun = next((size for size in sizes if _ends_with(tail, (self.close[:size],))), 0)
         # An end inside of `close` does not keep the rest from following, but a grammar may.
         ends = ends and (position == self.until or not begun)
         if ends or begun == len(self.close) or (self.written >= self.essential and begun != self.written + 1):
             self.until, begun = _NEVER, 0
         self.written = begun
+
+
+def _ends_with(tail: Sequence[int], markers: Sequence[list[int]]) -> bool:
+    return any(len(marker) <= len(tail) and tail[-len(marker) :] == marker for marker in markers)
 
 
 class ThinkingBudgets:
@@ -103,13 +105,13 @@ class ThinkingBudgets:
 
     _state: torch.Tensor
     """int64 [slots + 1, 5]: the position at which a thought must end, `_NEVER` outside of thoughts; how many
-    `close_ids` are written; the tokens of the budget; the number of `close_ids`, and of those up to
-    `end_ids`."""
+    `close_ids` are written; the tokens of the budget; the number of `close_ids`, and of those up to the first
+    of `ends`."""
     _patterns: torch.Tensor
-    """int64 [slots + 1, 2 + width, width]: `start_ids`, `end_ids` and the beginnings of `close_ids`, of 1 to
-    `width` tokens, all right-aligned; `_ANY` matches any token."""
+    """int64 [slots + 1, patterns, width]: `starts`, `ends` and the beginnings of `close_ids`, of 1 to `width`
+    tokens, all right-aligned; `_ANY` matches any token."""
     _lengths: torch.Tensor
-    """int64 [slots + 1, 2 + width]: the number of tokens of each; `_NEVER` for none."""
+    """int64 [slots + 1, patterns]: the number of tokens of each; `_NEVER` for none."""
     _close: torch.Tensor
     """int64 [slots + 1, width]."""
 
@@ -134,8 +136,8 @@ class ThinkingBudgets:
         rows, width, device = len(self._tokens), MAX_MARKER_TOKENS, self._tokens.device
         self._state = torch.zeros((rows, 5), dtype=torch.int64, device=device)
         self._state[:, 0] = _NEVER
-        self._patterns = torch.full((rows, 2 + width, width), _ANY, device=device)
-        self._lengths = torch.full((rows, 2 + width), _NEVER, device=device)
+        self._patterns = torch.full((rows, _BEGINNINGS.stop, width), _ANY, device=device)
+        self._lengths = torch.full((rows, _BEGINNINGS.stop), _NEVER, device=device)
         self._close = torch.zeros((rows, width), dtype=torch.int64, device=device)
         self._counts = torch.arange(1, width + 1, device=device)
 
@@ -154,24 +156,26 @@ class ThinkingBudgets:
         if not is_host(self._tokens.device):
             self.allocate()
         if self._has_tables:
-            self._write(slot, thought, budget)
+            self._write(slot, thought)
 
-    def _write(self, slot: int, thought: _Thought, budget: common_pb2.ThinkingBudget) -> None:
+    def _write(self, slot: int, thought: _Thought) -> None:
         close, width = thought.close, MAX_MARKER_TOKENS
-        patterns = [list(budget.start_ids), list(budget.end_ids)]
-        patterns += [close[:count] for count in range(1, len(close) + 1)]
-        patterns += [[]] * (2 + width - len(patterns))
+        patterns: list[list[int]] = [[] for _ in range(_BEGINNINGS.stop)]
+        patterns[: len(thought.starts)] = thought.starts
+        patterns[_ENDS.start : _ENDS.start + len(thought.ends)] = thought.ends
+        for size in range(1, len(close) + 1):
+            patterns[_BEGINNINGS.start + size - 1] = close[:size]
         rows = [
-            thought.until, thought.written, budget.tokens, len(close), thought.essential,
+            thought.until, thought.written, thought.tokens, len(close), thought.essential,
             *(token for each in patterns for token in (*[_ANY] * (width - len(each)), *each)),
             *(len(each) or _NEVER for each in patterns),
             *close, *[0] * (width - len(close)),
         ]  # fmt: skip
         state, pattern, length, close_row = upload(rows, self._tokens.device, torch.int64).split(
-            [5, (2 + width) * width, 2 + width, width]
+            [5, len(patterns) * width, len(patterns), width]
         )
         self._state[slot] = state
-        self._patterns[slot] = pattern.view(2 + width, width)
+        self._patterns[slot] = pattern.view(len(patterns), width)
         self._lengths[slot] = length
         self._close[slot] = close_row
 
@@ -211,10 +215,10 @@ class ThinkingBudgets:
         found = ((patterns == last[:, None]) | (patterns == _ANY)).all(dim=-1)
         # Markers are new tokens only. The prompt may end like one.
         found &= self._lengths[rows] <= (positions - self._prompt_len[rows])[:, None]
-        begun = (found[:, _BEGINNINGS:] * self._counts).amax(dim=-1)
+        begun = (found[:, _BEGINNINGS] * self._counts).amax(dim=-1)
         idle = until == _NEVER
-        ends = found[:, _END] & ~idle & ~((positions > until) & (begun > 0))
-        until = torch.where(idle & found[:, _START], positions + tokens, until)
+        ends = found[:, _ENDS].any(dim=-1) & ~idle & ~((positions > until) & (begun > 0))
+        until = torch.where(idle & found[:, _STARTS].any(dim=-1), positions + tokens, until)
         ends |= (positions >= until) & (begun == close_len)
         ends |= (written >= essential) & (begun != written + 1)
         until = until.masked_fill(ends, _NEVER)
@@ -226,4 +230,4 @@ class ThinkingBudgets:
 
 def thinking_bytes(num_slots: int) -> int:
     """Returns the bytes of the tables of `num_slots` slots."""
-    return 8 * (num_slots + 1) * (5 + (2 + MAX_MARKER_TOKENS) * (MAX_MARKER_TOKENS + 1) + MAX_MARKER_TOKENS)
+    return 8 * (num_slots + 1) * (5 + _BEGINNINGS.stop * (MAX_MARKER_TOKENS + 1) + MAX_MARKER_TOKENS)

@@ -427,37 +427,37 @@ class ThinkingBudget(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
-    START_IDS_FIELD_NUMBER: _builtins.int
-    END_IDS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
     CLOSE_IDS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """Most tokens of a thought. Tokens that open or end it do not count. 0: it ends at once."""
     open: _builtins.bool
     """Whether the prompt has opened a thought, which the first new token begins."""
     @_builtins.property
-    def start_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens that open a thought. Empty: only the prompt opens one."""
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """New tokens of which each sequence opens a thought. Empty: only the prompt opens one."""
 
     @_builtins.property
-    def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New tokens that end it."""
+    def ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """New tokens of which each sequence ends it."""
 
     @_builtins.property
     def close_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens to write; `end_ids` are usually among them."""
+        """Tokens to write; an end is usually among them."""
 
     def __init__(
         self,
         *,
         tokens: _builtins.int = ...,
         open: _builtins.bool = ...,
-        start_ids: _abc.Iterable[_builtins.int] | None = ...,
-        end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        starts: _abc.Iterable[Global___TokenSequence] | None = ...,
+        ends: _abc.Iterable[Global___TokenSequence] | None = ...,
         close_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_ids", b"close_ids", "end_ids", b"end_ids", "open", b"open", "start_ids", b"start_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close_ids", b"close_ids", "ends", b"ends", "open", b"open", "starts", b"starts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.errors import ConfigurationRefused, SchemaMismatch, from_rpc_error
 from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.sampling_params import thinking_budget
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -208,7 +209,7 @@ async def test_a_request_lives_in_its_slot(steps: Steps) -> None:
 
 async def test_a_thought_ends_within_steps_in_flight(steps: Steps) -> None:
     """A budget counts the output of an earlier admission; its neighbour is not disturbed."""
-    budget = common_pb2.ThinkingBudget(tokens=6, open=True, end_ids=[9], close_ids=[8, 9, 10])
+    budget = thinking_budget(6, end=[9], close=[8, 9, 10])
     thinks = common_pb2.SamplingParams(temperature=0, thinking_budget=budget)
     free: dict[int, list[int]] = {}
     for known in ([], [11, 12, 13, 14], [11, 12, 13, 14, 15, 16, 8]):

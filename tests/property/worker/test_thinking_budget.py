@@ -70,7 +70,7 @@ def reference(prompt: Sequence[int], budget: common_pb2.ThinkingBudget | None) -
     def think(budget: common_pb2.ThinkingBudget) -> None:
         for _ in range(budget.tokens):
             prefer()
-            if wrote(budget.end_ids):
+            if any(wrote(end.token_ids) for end in budget.ends):
                 return
         close = list(budget.close_ids)
         begun = max(
@@ -87,7 +87,7 @@ def reference(prompt: Sequence[int], budget: common_pb2.ThinkingBudget | None) -
         think(budget)
     while len(out) < NEW:
         prefer()
-        if budget is not None and wrote(budget.start_ids):
+        if budget is not None and any(wrote(start.token_ids) for start in budget.starts):
             think(budget)
     return out[:NEW]
 
@@ -101,12 +101,14 @@ def budgets(draw: Callable[..., Any]) -> common_pb2.ThinkingBudget | None:
     if draw(st.integers(0, 4)) == 0:
         return None
     end = draw(MARKER)
+    start = draw(st.one_of(st.just([]), MARKER.filter(lambda start: start != end)))
     around = st.lists(st.integers(0, VOCAB - 1), max_size=2)
     return thinking_budget(
         draw(st.integers(0, 9)),
         opened=draw(st.booleans()),
-        start=draw(st.one_of(st.just([]), MARKER.filter(lambda start: start != end))),
+        start=start,
         end=end,
+        other_ends=draw(st.lists(MARKER.filter(lambda other: other != start), max_size=2)),
         close=[*draw(around), *end, *draw(around)],
     )
 

@@ -1,16 +1,18 @@
 """Budgets of thinking over real HTTP: what each API sends to the scheduler."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
+from tokenizers import Tokenizer
 
 from gateway.text.tokenization import TextCodec
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.tool_templates import WEATHER, folder_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -55,7 +57,17 @@ def budget(codec: TextCodec, tokens: int, *, opened: bool = False) -> Message:
     """Returns the budget of a model that thinks as Qwen does."""
     ids = (codec.encode(text, add_special_tokens=False) for text in ("<think>", "</think>", "\n</think>\n\n"))
     start, end, close = ids
-    return pb.ThinkingBudget(tokens=tokens, open=opened, start_ids=start, end_ids=end, close_ids=close)
+    return pb.ThinkingBudget(
+        tokens=tokens,
+        open=opened,
+        starts=[pb.TokenSequence(token_ids=start)],
+        ends=[pb.TokenSequence(token_ids=end)],
+        close_ids=close,
+    )
+
+
+def texts(codec: TextCodec, markers: Iterable[pb.TokenSequence]) -> list[str]:
+    return [codec.decode(marker.token_ids) for marker in markers]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +114,29 @@ async def test_each_prompt_may_have_opened_a_thought(stack: Stack, codec: TextCo
     prompts = ["a", "a<think>\n", "a<think>\n</think>\n\n"]
     expected = [budget(codec, 3), budget(codec, 3, opened=True), None]
     assert await sent(stack, COMPLETIONS, prompt=prompts, thinking_token_budget=3) == expected
+
+
+async def test_a_call_ends_a_thought_too(stack: Stack, codec: TextCodec) -> None:
+    """Where the request has tools; the worker must not write into a call."""
+    for choice, expected in (("auto", ["</think>", "<tool_call>"]), ("none", ["</think>"])):
+        (found,) = await sent(stack, CHAT, thinking_token_budget=3, tools=[WEATHER], tool_choice=choice)
+        assert found is not None
+        assert texts(codec, found.ends) == expected
+
+
+async def test_markers_of_several_tokens_may_share_their_last_one(tmp_path: Path) -> None:
+    """Without special tokens for them, a token may contain the line break after a marker."""
+    folder = folder_with(tmp_path, special_tokens=[])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([">\n"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    codec = TextCodec.load(folder)
+    async with running_stack("x", folder=folder, reasoning_parser="mistral") as stack:
+        (found,) = await sent(stack, CHAT, thinking_token_budget=3)
+    assert found is not None
+    assert {*texts(codec, found.ends)} == {"[/THINK]", "</think>", "</think>\n"}
+    assert {*texts(codec, found.starts)} == {"[THINK]", "<think>", "<think>\n"}
+    assert codec.decode(found.close_ids) == "[/THINK]"
 
 
 @pytest.mark.parametrize("value", [-2, 2**32, "7", 1.5])
