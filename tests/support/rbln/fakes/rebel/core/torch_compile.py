@@ -53,8 +53,11 @@ class Runtime:
         """Runs the graph. Without an NPU, outputs are what memory holds.
 
         Raises:
-            RuntimeError: if there is a file `FAKE_REBEL_FAULT`, which is removed.
+            RuntimeError: names an input that is elsewhere, or a part of a tensor. Also if there is a file
+                `FAKE_REBEL_FAULT`, which is removed.
         """
+        for index, value in enumerate(inputs):
+            _check_input(index, value, on_device=self.on_device)
         with contextlib.suppress(KeyError, FileNotFoundError):
             Path(os.environ["FAKE_REBEL_FAULT"]).unlink()
             raise RuntimeError("rebel: the NPU does not answer")
