@@ -96,11 +96,11 @@ def test_a_step_of_other_work_is_refused(device: RblnDevice, kind: str) -> None:
 @torch.inference_mode()
 def test_calls_keep_no_tensors(device: RblnDevice) -> None:
     """Neither unbound calls do, nor graphs once the device has released them."""
-    given = [torch.ones(4), torch.ones(4)]
-    device.compile(lambda x: x * 3)(given[0])
+    given = torch.ones(4)
+    device.compile(lambda x: x * 4, by_shape=True)(torch.ones(4))
+    device.compile(lambda x: x * 3)(given)
     plan = device.plan(GROUP, 16, step(4))
-    held = [weakref.ref(given[0]), weakref.ref(plan.block_tables)]
-    device.compile(lambda x: x * 4, by_shape=True)(given[1])
+    held = [weakref.ref(given), weakref.ref(plan.block_tables)]
     del given, plan
     gc.collect()
     assert held[0]() is None
@@ -122,11 +122,11 @@ def test_plans_of_other_steps_stay(device: RblnDevice) -> None:
     assert full.seq_idx is not None
     assert full.seq_idx.tolist() == [[5]]
     assert plans[0].block_tables.tolist() == [[4]]
-    causal, bidirectional = (
-        device.plan_rows(torch.tensor([3]), 3, replace(PARAMS, causal=causal)) for causal in (True, False)
-    )
-    assert (causal.mask < 0).sum() == 3
-    assert not bidirectional.mask.any()
+    masks = [
+        device.plan_rows(torch.tensor([3]), 3, replace(PARAMS, causal=causal, window=window)).mask
+        for causal, window in ((True, 2), (False, 2), (True, 0))
+    ]
+    assert [int((mask < 0).sum()) for mask in masks] == [4, 2, 3]
 
 
 @torch.inference_mode()
