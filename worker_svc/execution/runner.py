@@ -81,7 +81,7 @@ class Runner:
             self._batch.sampling.thinking.allocate()
             self._batch.sampling.workspace(shapes.decode_buckets[-1])
         self._stage = Stage(
-            model, self._batch, group, device.torch_device,
+            model, self._batch, group, device.torch_device, states_device=device.states_device,
             most_tokens=max(shapes.chunk, shapes.decode_buckets[-1]),
         )  # fmt: skip
         self._sample = make_sampler(self._batch)

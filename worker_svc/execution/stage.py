@@ -37,23 +37,38 @@ class Stage:
     """The stage of one rank. For a replica of one stage it passes everything through."""
 
     def __init__(
-        self, model: Model, batch: Batch, group: RankGroup | None, device: torch.device, *, most_tokens: int
+        self,
+        model: Model,
+        batch: Batch,
+        group: RankGroup | None,
+        device: torch.device,
+        *,
+        states_device: torch.device,
+        most_tokens: int,
     ) -> None:
-        """Starts with no step under way; `most_tokens` are those of the largest step."""
+        """Starts with no step under way.
+
+        Args:
+            model: the model.
+            batch: the batch, on `device`.
+            group: the joined ranks; `None` for a lone rank.
+            device: the device of tokens.
+            states_device: the device of received hidden states.
+            most_tokens: those of the largest step.
+        """
         self.layout = group.layout if group else RankLayout()
         """This rank's place."""
         self._batch = batch
         self._group = group
         self._device = device
+        self._states_device = states_device
         self._states = None if self.layout.is_first_stage else model.empty_states(most_tokens)
         # Steps without a report from the last stage, with the slots released meanwhile.
         self._pending: deque[tuple[Prefill | Decode, set[int]]] = deque()
 
     def padding(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the stage's first input for a step of padding, given the token ids [tokens]."""
-        if self._states is None:
-            return tokens
-        return self._states[:, : tokens.shape[0]].clone(memory_format=torch.contiguous_format)
+        return tokens if self._states is None else self._states[:, : tokens.shape[0]].contiguous()
 
     def receive(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """Returns the previous stage's result, [states, tokens, hidden]; nothing at the first stage."""
@@ -61,7 +76,8 @@ class Stage:
             return ()
         assert self._group is not None
         names, _, hidden = self._states.shape
-        return (self._group.links.receive(self._states.new_empty((names, tokens, hidden))),)
+        states = self._states.new_empty((names, tokens, hidden), device=self._states_device)
+        return (self._group.links.receive(states),)
 
     def pass_on(self, work: Prefill | Decode, states: torch.Tensor) -> None:
         """Sends a step's hidden states to the next stage. Its result will be applied later."""

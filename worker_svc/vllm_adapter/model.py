@@ -235,7 +235,7 @@ class VllmModel:
         """Returns zeros in the shape of the states between stages, for a step of `tokens` tokens."""
         hidden = self._config.model_config.get_hidden_size()
         shape = (len(self._state_names), tokens, hidden)
-        return torch.zeros(shape, dtype=self.description.dtype).to(self._device.states_device)
+        return torch.zeros(shape, dtype=self.description.dtype, device=self._device.torch_device)
 
     def _run_stage(self, first: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Runs the layers of a stage."""

@@ -30,7 +30,8 @@ class FirstStage:
 
 def stage_of(batch: Batch) -> Stage:
     group = cast("RankGroup", FirstStage())
-    return Stage(cast("Any", None), batch, group, torch.device("cpu"), most_tokens=16)
+    cpu = torch.device("cpu")
+    return Stage(cast("Any", None), batch, group, cpu, states_device=cpu, most_tokens=16)
 
 
 def batch_with(*slots: int) -> Batch:
