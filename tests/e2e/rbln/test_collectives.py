@@ -8,7 +8,7 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.rbln.vendor_packages import outputs_of, running_ranks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.npu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.npu, pytest.mark.timeout(240)]
 
 
 def started(
@@ -57,7 +57,7 @@ def test_the_others_fail_without_a_rank(killed: bool) -> None:
                 pass
         if killed:
             lost.kill()
-        for _, errors in outputs_of((first, last), 30):
+        for _, errors in outputs_of((first, last), 60):
             assert "AllReduce failed" in errors
         assert 0 not in (first.returncode, last.returncode)
 

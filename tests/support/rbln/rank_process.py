@@ -1,7 +1,7 @@
 """A rank that opens an NPU, joins its replica as a worker does, and prints the results as JSON.
 
 Arguments: the rank and the address of rank 0. The result: the groups' backends for tensors of NPUs and of
-hosts, sums over the stage's ranks, also by a compiled graph, and the variables that the vendor's collectives
+hosts, what a compiled graph sums and gathers over the ranks, and the variables that the vendor's collectives
 read.
 """
 
@@ -28,7 +28,7 @@ def _backends(group: Any) -> list[str]:
 
 
 def main(rank: int, master: str) -> None:
-    """Joins and sums."""
+    """Joins and computes."""
     device = open_device("rbln", DeviceOptions(rank=rank, world_size=RANKS))
     device.prepare_ranks(master)
     ranks = RankGroup(
@@ -39,15 +39,15 @@ def main(rank: int, master: str) -> None:
         group for group in distributed.distributed_c10d._world.pg_map if group.group_name in ranks.stage
     )
     device.use_ranks(ranks.stage)
-    compiled = device.compile(lambda x: operators.all_reduce_(x + 1))
-    numbers = torch.full((4,), rank + 1.0, dtype=torch.float16).to("rbln")
-    summed = compiled(numbers)
-    distributed.all_reduce(numbers, group=stage)
+
+    def collect(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.cat([operators.all_reduce_(numbers * 1), operators.all_gather(numbers, RANKS, 0)])
+
+    collected = device.compile(collect)(torch.full((2,), rank + 1.0, dtype=torch.float16))
     found = {
         "default": _backends(distributed.group.WORLD),
         "stage": _backends(stage),
-        "sum": numbers.tolist(),
-        "compiled": summed.tolist(),
+        "collected": collected.tolist(),
         "exchanged": [each.decode() for each in ranks.exchange(str(rank).encode())],
         "variables": {name: os.environ.get(name, "") for name in VARIABLES},
     }

@@ -169,7 +169,7 @@ def running_ranks(
         yield processes
 
 
-def outputs_of(processes: Iterable[subprocess.Popen[str]], limit_s: float = 90) -> list[tuple[str, str]]:
+def outputs_of(processes: Iterable[subprocess.Popen[str]], limit_s: float = 200) -> list[tuple[str, str]]:
     """Waits for processes, all within one limit; returns stdout and stderr of each.
 
     Raises:
