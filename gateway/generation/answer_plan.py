@@ -18,7 +18,7 @@ from gateway.parsers.events import (
 )
 from gateway.parsers.formats import FORMATS, LIST, Format
 from gateway.parsers.harmony import MARKERS as HARMONY_MARKERS
-from gateway.parsers.harmony import ROLE, START, HarmonyParser
+from gateway.parsers.harmony import ROLE, START, THOUGHTS, HarmonyParser
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import (
@@ -418,7 +418,10 @@ def plan_thinking(
 ) -> ThinkingPlan:
     """Plans the thinking in front of the answer to ``prompt``."""
     name, text = settings.reasoning_parser, served.text
-    form = text.shown.thinking if name == "auto" else THINKING_FORMATS.get(name)
+    if _writes_harmony(settings, served):
+        form: ThinkingFormat | None = THOUGHTS
+    else:
+        form = text.shown.thinking if name == "auto" else THINKING_FORMATS.get(name)
     if form is None:
         return ThinkingPlan(None)
     variables, continued = settings.default_chat_template_kwargs, ""

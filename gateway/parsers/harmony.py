@@ -19,6 +19,7 @@ from typing import Final
 from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import ValueScanner, skip_blanks
 from gateway.parsers.parser_base import ParserBase, split_at
+from gateway.parsers.reasoning import ThinkingFormat
 
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
@@ -28,6 +29,9 @@ END: Final = "<|end|>"
 CALL: Final = "<|call|>"
 RETURN: Final = "<|return|>"
 MARKERS: Final = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN})
+
+THOUGHTS: Final = ThinkingFormat(start=f"{CHANNEL}analysis{MESSAGE}", end=END, switches=())
+"""The markers of thinking, for its budget; the parser needs none."""
 
 ROLE: Final = "assistant"
 FUNCTIONS: Final = "functions."

@@ -8,6 +8,8 @@ import pytest
 import pytest_asyncio
 
 from gateway.parsers.harmony import MARKERS
+from gateway.text.tokenization import TextCodec
+from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import HARMONY, TIME, WEATHER, folder_with
@@ -94,6 +96,20 @@ async def test_tokens_of_thinking_are_counted(running: Stack) -> None:
     running.reply_with(ANSWER)
     usage = (await running.post(CHAT, messages=USER, tools=TOOLS))["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"] / 2
+
+
+async def test_a_budget_ends_a_thought(running: Stack) -> None:
+    running.scheduler.reset()
+    codec = TextCodec.load(running.scheduler.folder)
+    start, end = (
+        codec.encode(text, add_special_tokens=False) for text in ("<|channel|>analysis<|message|>", "<|end|>")
+    )
+    for api, body in ((CHAT, {"thinking_token_budget": 7}), ("/v1/responses", {"thinking_token_budget": 7})):
+        await running.post(api, **({"messages": USER} if api == CHAT else {"input": "hi"}), **body)
+        budget = running.scheduler.requests[-1].sampling.thinking_budget
+        assert (budget.tokens, budget.open, budget.close_ids) == (7, False, end)
+        assert pb.TokenSequence(token_ids=start) in budget.starts
+        assert pb.TokenSequence(token_ids=end) in budget.ends
 
 
 async def test_an_answer_goes_on_where_the_prompt_ends(running: Stack) -> None:
