@@ -213,7 +213,8 @@ class CallParser(ParserBase):
         """After a call and its end: another may follow, or the end of the list or section."""
         if not self._skip():
             return False
-        if not self._is_separated and self._rest[0] in _SEPARATORS and (self._in_list or self._form.bare):
+        separates = self._in_list or self._form.bare or bool(self._form.separator.strip())
+        if separates and not self._is_separated and self._rest[0] in _SEPARATORS:
             self._pass(1)
             self._is_separated = True
             return True

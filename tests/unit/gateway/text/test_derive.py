@@ -12,9 +12,12 @@ from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, T
 from gateway.parsers.formats import FORMATS, Format
 from gateway.parsers.machine import CallParser
 from gateway.parsers.reasoning import SWITCHES, THINKING_FORMATS, ThinkParser, thinking_at
+from gateway.parsers.writing import Call, write
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.derive import Derived, derive
 from gateway.text.tokenization import TextCodec
+from gateway.tools.grammar import Callee, required, structural
+from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, folder_with
 from tests.support.parsers.chat_templates import FOUND, SPECIAL_TOKENS, formats_of, trl_templates
 from tests.support.rbln.wheels import IndexUnreachable
@@ -97,6 +100,7 @@ OWN = {
     "arguments first": ALL.replace("CALL", f'<run>{{"arguments": {ARGUMENTS}, "name": "{NAME}"}}</run>'),
     "list": f"[RUN][{LIST}][/RUN]".replace("CALL", f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'),
     "list of no marker": f"[{LIST}]".replace("CALL", f'{{"fn": "{NAME}", "arguments": {ARGUMENTS}}}'),
+    "names as keys": f"<|run|>[{LIST}]<|ran|>".replace("CALL", f'{{"{NAME}": {ARGUMENTS}}}'),
     "name and object": ALL.replace("CALL", f"<run={NAME}>{ARGUMENTS}</run>"),
     "id": f"<|calls|>{ALL}<|done|>".replace(
         "CALL", f"<|run|>{NAME}<|id|>{{{{ c.id }}}}<|with|>{ARGUMENTS}<|ran|>"
@@ -116,7 +120,7 @@ OWN = {
 
 @pytest.mark.parametrize("form", OWN)
 def test_other_forms_get_an_entry_of_their_own(form: str) -> None:
-    """The entry reads the template's calls however they are cut."""
+    """The entry reads the template's calls however they are cut, and writes a grammar that accepts them."""
     template = ChatTemplate(TURN.replace("CALLS", OWN[form]), {})
     found = derive(template)
     assert found.tools is not None, found.reason
@@ -126,6 +130,9 @@ def test_other_forms_get_an_entry_of_their_own(form: str) -> None:
         content, calls = read(found.tools, [text[at : at + size] for at in range(0, len(text), size)])
         assert calls == CALLS
         assert content.strip() == "<|end|>"
+    tag = required(found.tools, [Callee(name, SCHEMA) for name in ("look_up", "other")], parallel=True)
+    calls = [Call(name, arguments) for name, arguments in CALLS]
+    assert accepts(structural(tag), write(found.tools, calls))
 
 
 REFUSING = (
