@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -100,15 +100,20 @@ class _Refused(Exception):  # noqa: N818 - a finding, not an error
     """The template shows nothing that could be read."""
 
 
-def derive(template: ChatTemplate) -> Derived:
-    """Returns the formats of tool calls and thinking that ``template`` shows. Takes some 20 ms."""
+def derive(template: ChatTemplate, added_tokens: Collection[str] = ()) -> Derived:
+    """Returns the formats of tool calls and thinking that ``template`` shows. Takes some 20 ms.
+
+    Args:
+        template: writes the conversations.
+        added_tokens: the tokenizer's; they count if the template shows tools and no calls.
+    """
     probe = _Probe(template)
     name, thinking = _thinking(probe)
     try:
         written = probe.calls(_CALLS, thinking)
         tool_format, form = _format_of(written, thinking, probe)
     except _Refused as refused:
-        announced = probe.announced()
+        announced = probe.announced(added_tokens)
         form, reason = (FORMATS[announced], "") if announced else (None, str(refused))
         return Derived(form, announced, reason, thinking=thinking, thinking_format=name)
     if tool_format == HARMONY:
@@ -205,14 +210,17 @@ class _Probe:
             text = text.removeprefix(marker).lstrip()
         return text, ending
 
-    def announced(self) -> str | None:
-        """Returns the format whose marker the template's words about tools quote."""
+    def announced(self, added_tokens: Collection[str]) -> str | None:
+        """Returns the format whose marker the template's words about tools quote, or a token is."""
         try:
             words = self._render([_USER], tools=_TOOLS).rpartition(_QUESTION)[0]
         except _Refused:
             return None
-        found = {name for name, form in FORMATS.items() if form.trigger and form.trigger in words}
-        return found.pop() if len(found) == 1 else None
+        for texts in (words, added_tokens) if self._template.knows_tools else ():
+            found = [name for name, form in FORMATS.items() if form.trigger and form.trigger in texts]
+            if len(found) == 1:
+                return found[0]
+        return None
 
 
 _USER: Final = {"role": "user", "content": _QUESTION}

@@ -146,7 +146,8 @@ class TextCodec:
         writes_pairs = chat_template is not None and set(_QUOTED.findall(chat_template.source)) >= _PAIR_ROLES
         self.pair_template = chat_template if writes_pairs else None
         self.prompts = prompts or TextPrompts()
-        self.shown = derive(self.tool_template) if self.tool_template else Derived()
+        added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        self.shown = derive(self.tool_template, added) if self.tool_template else Derived()
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
         self._wrapped: Any = None

@@ -131,8 +131,8 @@ def test_other_forms_get_an_entry_of_their_own(form: str) -> None:
         assert calls == CALLS
         assert content.strip() == "<|end|>"
     tag = required(found.tools, [Callee(name, SCHEMA) for name in ("look_up", "other")], parallel=True)
-    calls = [Call(name, arguments) for name, arguments in CALLS]
-    assert accepts(structural(tag), write(found.tools, calls))
+    written = write(found.tools, [Call(name, arguments) for name, arguments in CALLS])
+    assert accepts(structural(tag), written)
 
 
 REFUSING = (
@@ -193,6 +193,22 @@ def test_a_marker_in_the_words_about_tools_is_enough() -> None:
     words = "{% if tools %}To call, answer <|tool_call|> and a list of {{ tools }}.{% endif %}"
     found = derive(ChatTemplate(words + "{% for m in messages %}{{ m.content }}{% endfor %}", {}))
     assert found.tool_format == "granite"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        ({"<|im_end|>", "<|tool_call_start|>"}, "lfm2"),
+        # Several formats begin so.
+        ({"<tool_call>"}, None),
+        (set(), None),
+    ],
+)
+def test_a_token_tells_the_format_if_the_template_shows_no_calls(tokens: set[str], name: str | None) -> None:
+    """LFM2's first templates show tools alone."""
+    source = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert derive(ChatTemplate(source, {}), tokens).tool_format == name
+    assert derive(ChatTemplate(source.replace("{{ tools }}", ""), {}), tokens).tool_format is None
 
 
 def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
