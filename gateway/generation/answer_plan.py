@@ -408,8 +408,8 @@ def _plan_harmony(
 
 def _begun(text: TextCodec, prompt: Sequence[int]) -> str:
     """Returns the text of the prompt after its last beginning of a message of harmony's."""
-    start = text.encode(START, add_special_tokens=False)[-1]
-    at = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] == start), None)
+    start = text.encode(START, add_special_tokens=False)
+    at = next((at for at in range(len(prompt), 0, -1) if [prompt[at - 1]] == start), None)
     return ROLE if at is None else text.decode(prompt[at:])
 
 

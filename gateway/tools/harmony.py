@@ -1,8 +1,8 @@
 """The grammar of gpt-oss's messages; :mod:`gateway.parsers.harmony` reads them.
 
 The text follows the prompt's ``<|start|>assistant``. A call ends the answer, so there is only one. Neither it
-nor the final message has an end marker, because the tokens for these end the output. Models write a recipient
-on either side of the channel.
+nor the final message has an end marker, because the tokens for these end the output. The recipient stands
+after the channel, as in OpenAI's documentation.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,16 @@ ANY: Final[Tag] = {"type": "any_text"}
 
 def calls(tools: Sequence[Callee]) -> Tag:
     """Returns a tag for a call of one of ``tools``, after text for the user if any."""
-    headers = (
-        f"{CHANNEL}commentary to={FUNCTIONS}{{}} {CONSTRAIN}json{MESSAGE}",
-        f" to={FUNCTIONS}{{}}{CHANNEL}commentary {CONSTRAIN}json{MESSAGE}",
-        f" to={FUNCTIONS}{{}}{CHANNEL}commentary json{MESSAGE}",
-    )
-    tags = [
-        tag(header.format(tool.name), json_schema(tool.schema), "") for tool in tools for header in headers
-    ]
+    header = f"{CHANNEL}commentary to={FUNCTIONS}{{}} {CONSTRAIN}json{MESSAGE}"
+    tags = [tag(header.format(tool.name), json_schema(tool.schema), "") for tool in tools]
     preamble: Tag = {"type": "optional", "content": _message("commentary")}
     return {"type": "sequence", "elements": [preamble, {"type": "or", "elements": tags}]}
 
 
 def answer(content: Tag = ANY) -> Tag:
     """Returns a tag for a final message with ``content``."""
-    headers = (f"{CHANNEL}final{MESSAGE}", f"{CHANNEL}final {CONSTRAIN}json{MESSAGE}")
-    return {"type": "or", "elements": [tag(header, content, "") for header in headers]}
+    headers = [constant(f"{CHANNEL}final{MESSAGE}"), constant(f"{CHANNEL}final {CONSTRAIN}json{MESSAGE}")]
+    return {"type": "sequence", "elements": [{"type": "or", "elements": headers}, content]}
 
 
 def after_thinking(begun: str, messages: Tag) -> Tag:

@@ -127,7 +127,7 @@ async def test_an_answer_goes_on_where_the_prompt_ends(running: Stack) -> None:
         ({"tool_choice": "required"}, [CALL], ["<|channel|>final<|message|>No."]),
         (
             {"tool_choice": {"type": "function", "function": {"name": "get_time"}}},
-            [" to=functions.get_time<|channel|>commentary json<|message|>{}"],
+            ["<|channel|>commentary to=functions.get_time <|constrain|>json<|message|>{}"],
             [CALL],
         ),
         (

@@ -9,6 +9,7 @@ from gateway.parsers.formats import FORMATS, LIST, Elements, Format, Tagged
 from gateway.parsers.reasoning import Thinking
 from gateway.parsers.writing import Call, write
 from gateway.text.chat_template import ChatTemplate
+from gateway.tools import harmony
 from gateway.tools.grammar import Callee, behind_thinking, either, json_schema, optional, required, structural
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
@@ -212,3 +213,11 @@ def test_a_constraint_begins_behind_the_thinking(
         assert accepts(constraint, text)
     for text in failing:
         assert not accepts(constraint, text)
+
+
+def test_calls_of_gpt_oss_take_as_many_tools_as_a_request() -> None:
+    tools = [Callee(f"tool_{number}", SCHEMA) for number in range(128)]
+    constraint = structural(harmony.after_thinking("assistant", harmony.calls(tools)))
+    call = '<|channel|>commentary to=functions.tool_127 <|constrain|>json<|message|>{"city": "Paris"}'
+    assert accepts(constraint, call)
+    assert not accepts(constraint, call.replace("127", "128"))
