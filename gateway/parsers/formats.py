@@ -160,7 +160,7 @@ def _dsml(section: str) -> Format:
     )
 
 
-def _deepseek(before: str, between: str, after: str) -> Format:
+def _deepseek(before: str, between: str, after: str, separator: str = "") -> Format:
     """Returns the older form of DeepSeek, with JSON arguments."""
     return Format(
         NamedJson(between),
@@ -168,6 +168,7 @@ def _deepseek(before: str, between: str, after: str) -> Format:
         begin=f"<｜tool▁call▁begin｜>{before}",
         end=f"{after}<｜tool▁call▁end｜>",
         closing="<｜tool▁calls▁end｜>",
+        separator=separator,
     )
 
 
@@ -248,7 +249,7 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType(
             end="<|close|>call<|sep|>",
             closing="<|close|>tools<|sep|>",
         ),
-        "deepseek_v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+        "deepseek_v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", separator="\n"),
         "deepseek_v31": _deepseek("", "<｜tool▁sep｜>", ""),
         "deepseek_v32": _dsml("function_calls"),
         "deepseek_v4": _dsml("tool_calls"),
