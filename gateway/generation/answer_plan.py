@@ -89,8 +89,7 @@ class Trim:
 
     def _text(self, event: Text | Reasoning) -> Iterator[Event]:
         kind = type(event)
-        # An empty thought opens the thinking, so that the answer's white space is known to separate them.
-        if not event.text and (kind is Text or self._part is not None):
+        if not event.text and kind is Text:
             return
         if kind is not self._part:
             self._enter(kind)

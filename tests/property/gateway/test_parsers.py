@@ -19,7 +19,7 @@ from gateway.parsers.formats import FORMATS, LIST
 from gateway.parsers.json_scan import ValueScanner
 from gateway.parsers.machine import CallParser
 from gateway.parsers.parser_base import NamedToolParser
-from gateway.parsers.reasoning import Thinking, ThinkParser
+from gateway.parsers.reasoning import THINKING_FORMATS, Thinking, ThinkParser
 
 pytestmark = pytest.mark.property
 
@@ -37,6 +37,11 @@ WORDS = [
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", '<invoke name="f">', "</invoke>", '<parameter name="a">',
     "<|tool_call>call:f{", '<|"|>', "a:", "<tool_call|>", "]<]minimax[>[", ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">', "<a>", "</a>", "</",
     '{"name": "f", "arguments": {"q": "<tool_call></tool_call>[TOOL_CALLS]"}}', "<tool_call>\n", "\n</tool_call>", '{"name": "f"}', "'", "=",
+]  # fmt: skip
+
+THOUGHTS = [
+    " ", "\n", "a b", "<", "Here", "hello", "<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "</tool_call>",
+    '{"name": "f", "parameters": {}}', '<|python_tag|>{"name": "f", "parameters": {"a": "</think>"}}', "<|python_tag|>",
 ]  # fmt: skip
 
 PARSERS: dict[str, Callable[[], events.ToolParser]] = {
@@ -76,6 +81,37 @@ def test_pieces_add_up_to_the_whole(
     whole = without_ids(reader().whole(text))
     assert read(reader(), pieces(text, at)) == whole
     assert read(reader(), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", THINKING_FORMATS)
+@given(
+    data=st.data(),
+    at=cuts,
+    thinking=st.sampled_from(Thinking),
+    calls=st.sampled_from(["hermes", "llama3_json", None]),
+)
+def test_pieces_of_thinking_add_up_to_the_whole(
+    name: str, data: st.DataObject, at: list[int], thinking: Thinking, calls: str | None
+) -> None:
+    """Also with markers that are cut or in the wrong place, and with calls within thoughts."""
+    form = THINKING_FORMATS[name]
+    markers = [*form.texts(), form.start, form.end]
+    words = [*markers, *(marker[:-1] for marker in markers), *(marker[1:] for marker in markers), *THOUGHTS]
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=10)))
+    triggers = [FORMATS[calls].trigger or "<|python_tag|>"] if calls else []
+
+    def reader() -> AnswerReader:
+        return AnswerReader(ThinkParser(thinking, form, triggers), PARSERS[calls]() if calls else None)
+
+    whole = without_ids(reader().whole(text))
+    assert read(reader(), pieces(text, at)) == whole
+    assert read(reader(), list(text)) == whole
+    marked = any(marker in text for marker in (*form.texts(), *triggers)) or text != text.strip()
+    if not marked and calls is None and not form.answer:
+        assert (
+            "".join(event.text for event in whole if isinstance(event, events.Text | events.Reasoning))
+            == text
+        )
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "list"])

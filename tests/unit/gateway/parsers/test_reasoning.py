@@ -181,6 +181,7 @@ EARLIER: Final = "<|user|>Think <think>Hm.</think> is how?<|assistant|>"
         # Models that think although nothing shows it.
         ("deepseek_r1", "<|Assistant|>", {}, OPEN),
         ("deepseek_r1", "<|Assistant|>", {"enable_thinking": False}, OPEN),
+        ("deepseek_r1", "<|Assistant|>", {"reasoning_effort": "none"}, OPEN),
         ("deepseek_r1", "<|Assistant|><think>\n\n</think>\n\n", {}, OVER),
         ("deepseek_r1", EARLIER, {}, OPEN),
         ("deepseek_v3", EARLIER, {}, POSSIBLE),
