@@ -123,6 +123,18 @@ def test_decode_inputs_gather_slots_and_padding(batch: Batch) -> None:
     assert paged(full).query_start.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_rows_advance_and_padding_stays(batch: Batch) -> None:
+    """Each row goes on with its new token; that of a padded row is dropped."""
+    batch.admit(request(slot=2, tokens=6, computed=5))
+    batch.copy_admitted()
+    rows = torch.tensor([2, batch.padding_row, batch.padding_row])
+    for token in (7, 8):
+        batch.advance_rows(rows, torch.tensor([token, 9, 9]))
+        tokens, positions, _ = batch.decode_inputs(rows)
+        assert tokens.tolist() == [token, 0, 0]
+        assert positions.tolist() == [token - 1, 0, 0]
+
+
 def test_growth_appends(batch: Batch) -> None:
     batch.admit(request(tokens=4, blocks=1))
     batch.copy_admitted()
