@@ -385,6 +385,8 @@ def _plan_harmony(
         callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in tools]
 
         def place(content: Tag) -> Tag:
+            if harmony.is_answer(begun):
+                return content
             messages = harmony.answer(content)
             if callees:
                 messages = {"type": "or", "elements": [harmony.calls(callees), messages]}

@@ -36,9 +36,18 @@ def after_thinking(begun: str, messages: Tag) -> Tag:
         messages: a tag that begins with a header.
     """
     elements: list[Tag] = [{"type": "star", "content": _message("analysis")}, messages]
-    if MESSAGE in begun and END not in begun:
+    if _is_open(begun):
         elements = [tag("", ANY, END), constant(START + ROLE), *elements]
     return {"type": "sequence", "elements": elements}
+
+
+def is_answer(begun: str) -> bool:
+    """Returns whether the prompt has begun a message for the user, after the last ``<|start|>``."""
+    return _is_open(begun) and f"{CHANNEL}analysis" not in begun
+
+
+def _is_open(begun: str) -> bool:
+    return MESSAGE in begun and END not in begun
 
 
 def _message(channel: str) -> Tag:

@@ -117,8 +117,9 @@ async def test_an_answer_goes_on_where_the_prompt_ends(running: Stack) -> None:
     running.reply_with("lo.<|end|>")
     turns = [*USER, {"role": "assistant", "content": "Hel"}]
     body = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
-    (choice,) = (await running.post(CHAT, **body))["choices"]
+    (choice,) = (await running.post(CHAT, **body, structured_outputs={"choice": ["lo."]}))["choices"]
     assert (choice["message"]["content"], choice["message"].get("reasoning")) == ("lo.", None)
+    assert accepts(running.scheduler.requests[-1].sampling.structured_output, "lo.")
 
 
 @pytest.mark.parametrize(
