@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.gateway.serving import running_stack
-from tests.support.gateway.tool_templates import WEATHER, folder_with
+from tests.support.gateway.tool_templates import THINKING, WEATHER, folder_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -131,3 +131,17 @@ async def test_the_requests_variables_reach_the_template(tmp_path: Path) -> None
         for path, body, prompt in cases:
             await stack.post(path, model="smollm2", **body)
             assert stack.prompt == prompt
+
+
+async def test_an_answer_goes_on_in_the_thought_that_a_turn_has_begun(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>\nLet me see,"}]
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    async with running_stack(" 4.\n</think>\n\n4", folder=folder_with(tmp_path, THINKING)) as stack:
+        for tokens in (1, 100):
+            stack.scheduler.tokens_per_event = tokens
+            answer = await stack.post("/v1/chat/completions", messages=turns, **goes_on)
+            message = answer["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == ("4.", "4")
+            assert stack.prompt.endswith("assistant\n<think>\nLet me see,")
+            answer = await stack.post("/v1/messages", model="smollm2", messages=turns, max_tokens=50)
+            assert [block.get("thinking") or block["text"] for block in answer["content"]] == ["4.", "4"]
