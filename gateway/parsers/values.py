@@ -10,6 +10,8 @@ from gateway.parsers.json_scan import is_value
 Schema = Mapping[str, Any] | bool | None
 """A JSON schema; ``None``: none is known."""
 
+# json.dumps would make another at each call.
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 _ALL: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _MAX_REFERENCES: Final = 32
 _WORDS: Final = {"true": "true", "True": "true", "false": "false", "False": "false"}
@@ -149,7 +151,7 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
 
 def quoted(text: str) -> str:
     """Returns a JSON string. Halves of surrogate pairs, which UTF-8 cannot encode, are replaced."""
-    return json.dumps(text.encode(errors="replace").decode(), ensure_ascii=False)
+    return _ENCODER.encode(text.encode(errors="replace").decode())
 
 
 def _number(word: str, allowed: frozenset[str]) -> str | None:

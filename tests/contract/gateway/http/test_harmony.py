@@ -107,7 +107,7 @@ async def test_a_budget_ends_a_thought(running: Stack) -> None:
     for api, body in ((CHAT, {"thinking_token_budget": 7}), ("/v1/responses", {"thinking_token_budget": 7})):
         await running.post(api, **({"messages": USER} if api == CHAT else {"input": "hi"}), **body)
         budget = running.scheduler.requests[-1].sampling.thinking_budget
-        assert (budget.tokens, budget.open, budget.close_ids) == (7, False, end)
+        assert (budget.tokens, budget.open, list(budget.close_ids)) == (7, False, end)
         assert pb.TokenSequence(token_ids=start) in budget.starts
         assert pb.TokenSequence(token_ids=end) in budget.ends
 
