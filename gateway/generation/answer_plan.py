@@ -502,7 +502,10 @@ def _plan_optional(
         return _CallPlan(form, structural(thinking.behind(calls)), _TOOLS)
     param = body.constraint_param
 
+    # A choice between texts with calls in them says itself which calls may come.
+    has_calls = bool(form.trigger) and any(form.trigger in text for text in asked.choice.values)
+
     def place(answer: Tag) -> Tag:
-        return thinking.behind(either(form, callees, answer, parallel=parallel))
+        return thinking.behind(answer if has_calls else either(form, callees, answer, parallel=parallel))
 
     return _CallPlan(form, place_constraint(asked, place, param), param)

@@ -22,7 +22,10 @@ TOOLS = [
 CALL = Call("get_weather", {"city": "São Paulo <5>", "days": 5})
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "kimi_k2", "deepseek_v32", "gemma4", "minimax_m3", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_coder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kimi_k2", "gemma4", "lfm2"))],
+)
 async def test_calls_of_a_model(stack: Stack, name: str) -> None:
     """The only text that the model may write comes out as the call in it, streamed and collected."""
     text = "Let me look." + write(FORMATS[name], [CALL])

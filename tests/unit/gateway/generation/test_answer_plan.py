@@ -82,6 +82,14 @@ def test_a_constraint_allows_optional_calls_instead_of_the_answer(qwen: ServedMo
         assert accepts(plan.constraint, f"Hm.</think>{WRONG_CALL}") == (not wrong or free)
 
 
+def test_a_choice_of_calls_allows_no_others(qwen: ServedModel) -> None:
+    """Texts with calls in them say themselves which calls may come."""
+    plan = opened(qwen, tools=[WEATHER], structured_outputs={"choice": [CALL]})
+    assert plan.constraint is not None
+    assert accepts(plan.constraint, f"Hm.</think>\n\n{CALL}")
+    assert not accepts(plan.constraint, f"Hm.</think>\n\n{CALL.replace('Paris', 'Rome')}")
+
+
 @pytest.mark.parametrize("parser", FORMATS)
 def test_every_format_has_grammars(smollm2: ServedModel, parser: str) -> None:
     """Required, strict and optional calls, and calls or an answer, are held to the format's grammar."""
