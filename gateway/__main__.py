@@ -22,7 +22,6 @@ from gateway.http.protocol import BoundedProtocol, PacedStarts
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
-from gateway.tools import vllm_parsers
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable, print_end
 from protos.service import logs
 from protos.service.environment import check_for_service
@@ -129,7 +128,6 @@ def allow_files(count: int) -> None:
 
 def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
     """Builds the gateway's server, which listens nowhere yet."""
-    vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     security, tls = settings.link_security(), ServerTls.from_settings(settings)
     client = InferenceClient(
         settings.scheduler_address,

@@ -35,7 +35,6 @@ from gateway.scheduler_client.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
 from gateway.text.chat_template import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
-from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
@@ -117,7 +116,6 @@ def _assemble(
     watcher = ServedModelWatcher(
         client,
         poll_s=settings.model_poll_s,
-        prepare=_preparation(settings),
         template=read_template(settings.chat_template),
         on_unusable=on_unusable,
     )
@@ -197,16 +195,9 @@ def _cross_origin(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
-    """Returns the last step of preparing a tokenizer."""
-    if vllm_parsers.uses_vllm(settings.reasoning_parser):
-        return vllm_parsers.prepare
-    return lambda _: None
-
-
 def check_text(settings: Settings, folder: Path) -> TextCodec:
     """Loads a model's tokenizer and chat template as a gateway with these settings would."""
-    return load_text(folder, read_template(settings.chat_template), _preparation(settings))
+    return load_text(folder, read_template(settings.chat_template))
 
 
 def _on_triptych_error(request: Request, error: Exception) -> Response:

@@ -30,7 +30,7 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 """How much clients ask a model to think; also `gateway.schemas.sampling.Effort`."""
 
 VLLM_PREFIX: Final = "vllm:"
-"""Begins the name of a parser of an installed vLLM."""
+"""May begin the name of a parser, as in other versions."""
 
 
 class SecuritySettings(ServiceSettings):
@@ -163,8 +163,6 @@ def _json_list(text: str) -> tuple[object, ...]:
 
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
-
-_VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
 class Settings(CallSecuritySettings, SecuritySettings):

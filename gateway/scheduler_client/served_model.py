@@ -116,21 +116,19 @@ def _routes(tasks: Iterable["pb.PoolTask.ValueType"]) -> str:
     return " or ".join(dict.fromkeys(_ROUTES.get(task, "/pooling") for task in tasks))
 
 
-def load_text(folder: Path, template: str | None, prepare: Callable[[TextCodec], None]) -> TextCodec:
-    """Loads a model's tokenizer and chat template, and prepares them.
+def load_text(folder: Path, template: str | None) -> TextCodec:
+    """Loads a model's tokenizer and chat template.
 
     Raises:
         ConfigurationRefused: the files cannot be used, and a retry would not help.
     """
     try:
-        text = TextCodec.load(folder, template)
-        prepare(text)
+        return TextCodec.load(folder, template)
     except TriptychError as error:
         raise ConfigurationRefused(error.message) from error
     except Exception as error:
         unusable = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"
         raise ConfigurationRefused(unusable) from error
-    return text
 
 
 class ServedModelWatcher:
@@ -144,7 +142,6 @@ class ServedModelWatcher:
         client: InferenceClient,
         *,
         poll_s: float,
-        prepare: Callable[[TextCodec], None] = lambda _: None,
         template: str | None = None,
         on_unusable: Callable[[TriptychError], None] = lambda _: None,
     ) -> None:
@@ -152,7 +149,6 @@ class ServedModelWatcher:
         self._template = template
         self._on_unusable = on_unusable
         self._client = client
-        self._prepare = prepare
         self._poll_s = poll_s
         self._served: ServedModel | None = None
         self._error: TriptychError = Unavailable("no replica has become ready yet")
@@ -235,7 +231,7 @@ class ServedModelWatcher:
             # The loaded tokenizer is in memory, so the folder is temporary.
             with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
                 await self._client.get_tokenizer(Path(folder))
-                return await asyncio.to_thread(load_text, Path(folder), self._template, self._prepare)
+                return await asyncio.to_thread(load_text, Path(folder), self._template)
         except ConfigurationRefused as error:
             if self._served is None:
                 self._on_unusable(error)

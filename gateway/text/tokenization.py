@@ -150,7 +150,6 @@ class TextCodec:
         self.shown = derive(self.tool_template, added) if self.tool_template else Derived()
         self.special_tokens = special_tokens
         self.detokenizers = DetokenizerFactory(tokenizer)
-        self._wrapped: Any = None
 
     @classmethod
     def load(cls, folder: Path, template: str | None = None) -> "TextCodec":
@@ -184,15 +183,6 @@ class TextCodec:
             ) from error
         prompts = TextPrompts.read(_read_json(folder / PROMPTS_FILE))
         return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts, config)
-
-    def wrapped(self, wrap: Callable[[], Any]) -> Any:
-        """Returns the tokenizer wrapped by ``wrap``.
-
-        Made once and kept, as another library's wrapper copies the whole tokenizer.
-        """
-        if self._wrapped is None:
-            self._wrapped = wrap()
-        return self._wrapped
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of ``text``. Recognizes special tokens in it, as transformers does.
