@@ -197,11 +197,10 @@ class TokenSelector:
                 return known[-1] if endings is None else endings.over(known, logits)[1]
             index = upload(list(indices), logits.device)
             # The second attempt takes new random numbers: the first led to a forbidden token, so they are no
-            # longer independent of the mask.
-            drawn = sample(
+            # longer independent of the mask. The grammar has also refused an end of thinking that was due.
+            return sample(
                 self._batch.sampling, batch.needs, logits[index], rows[index], positions[index] + 1, attempt=1
-            )
-            return drawn[1] if endings is None else endings.of(index).over(drawn, logits[index])[1]
+            )[1]
 
         choice = constraints.choose(
             slots,

@@ -33,10 +33,6 @@ class Endings(NamedTuple):
     tokens: torch.Tensor
     """int64 [rows]."""
 
-    def of(self, index: torch.Tensor) -> "Endings":
-        """Returns the same for some rows, int64 [rows]."""
-        return Endings(self.due[index], self.tokens[index])
-
     def over(
         self, drawn: Sequence[torch.Tensor], logits: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

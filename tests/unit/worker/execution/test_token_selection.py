@@ -1,16 +1,18 @@
 """Tokens of rows whose logits are where a device computes, away from the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from protos.steps import Admission, GroupKind
-from protos.triptych.v1 import common_pb2
+from protos.triptych.v1 import common_pb2, worker_pb2
 from tests.support.sampling_params import changed, thinking_budget
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler
+from worker_svc.grammars.constraints import FollowingConstraints
+from worker_svc.grammars.spec import Spec
 from worker_svc.pending_step import NOT_FINITE
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes import AttentionLayer, KvGroup, ShapeConfig
@@ -31,6 +33,15 @@ def select(
     draw: Callable[..., torch.Tensor] | None = None,
 ) -> Selection:
     """Selects tokens for slots with these parameters."""
+    batch = batch_of(*sampling)
+    chooser = TokenSelector(batch, None, draw)
+    return chooser.select(
+        [0, 1], ROWS, logits, LAST, make_sampler(batch), batch.sampling.thinking.advance, [BEST]
+    )
+
+
+def batch_of(*sampling: common_pb2.SamplingParams) -> Batch:
+    """Returns a batch of requests with these parameters and two known tokens each."""
     shapes = ShapeConfig(64, 2, chunk=64, block_size=64, decode_buckets=(2,), num_blocks=(3,))
     layer = AttentionLayer("a", 1, 1, 32, 0, torch.float32)
     groups = [KvGroup(0, (layer,), GroupKind.FULL)]
@@ -38,10 +49,7 @@ def select(
     for slot, parameters in enumerate(sampling):
         batch.admit(Admission(slot, [1, 2], 1, parameters, {0: [1 + slot]}))
     batch.copy_admitted()
-    chooser = TokenSelector(batch, None, draw)
-    return chooser.select(
-        [0, 1], ROWS, logits, LAST, make_sampler(batch), batch.sampling.thinking.advance, [BEST]
-    )
+    return batch
 
 
 def test_greedy_rows_leave_logits_where_they_are() -> None:
@@ -125,6 +133,53 @@ def test_the_end_of_a_thought_needs_no_logits(
     selection = select(changed(sampling, thinking_budget=thinking_budget(0, end=(33,))), GREEDY, draw=draw)
     assert selection.tokens.tolist() == selection.reported.tolist() == [33, 9]
     assert selection.is_plain
+
+
+def test_the_end_of_a_thought_hides_no_fault() -> None:
+    """A row whose logits are not finite fails, as without a budget."""
+    sampling = changed(SEEDED, thinking_budget=thinking_budget(0, end=(33,)))
+    selection = select(sampling, SEEDED, logits=torch.full((2, VOCAB), torch.nan))
+    assert selection.reported.tolist() == [NOT_FINITE, NOT_FINITE]
+
+
+class Chosen:
+    """Brings the tokens that another rank has chosen, by slot."""
+
+    def __init__(self, *steps: Sequence[int]) -> None:
+        self._steps = iter(steps)
+
+    def receive(self) -> bytes:
+        outputs = [
+            worker_pb2.SlotOutput(slot=slot, token_ids=[token])
+            for slot, token in enumerate(next(self._steps))
+        ]
+        return worker_pb2.StepResult(step=1, outputs=outputs).SerializeToString()
+
+
+def test_a_rank_that_only_follows_knows_the_thoughts() -> None:
+    """While a neighbour has a grammar, another rank chooses; afterwards all choose the same end."""
+    batch = batch_of(
+        changed(GREEDY, thinking_budget=thinking_budget(2, start=(5,), end=(33,), opened=False)), GREEDY
+    )
+    constraints = FollowingConstraints(Chosen([5, 8], [20, 8]))  # type: ignore[arg-type]
+    constraints.admit(1, Spec("regex", "x"), ())
+    selector, found = TokenSelector(batch, constraints), []
+    for step in range(4):
+        if step == 2:
+            constraints.release(1)
+        selection = selector.select(
+            [0, 1],
+            ROWS,
+            torch.zeros((2, VOCAB)),
+            LAST + step,
+            make_sampler(batch),
+            batch.sampling.thinking.advance,
+            [BEST],
+        )
+        batch.advance_rows(ROWS, selection.tokens)
+        batch.advance_decode([0, 1])
+        found.append(int(selection.tokens[0]))
+    assert found == [5, 20, 7, 33]
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error_of_its_row() -> None:
