@@ -195,6 +195,8 @@ class ThinkParser(ParserBase):
         self._at = at
         self._form = form
         self._triggers = tuple(triggers)
+        # Read for every token.
+        self._interruptions = (*form.ends, *triggers)
         self._openers = {begin.strip(): (begin, end) for begin, end in form.answer}
         self._closers: tuple[str, ...] = (form.turn_end,) if form.turn_end else ()
         if at is Thinking.ANSWER:
@@ -234,7 +236,7 @@ class ThinkParser(ParserBase):
         return next((marker for marker in markers if self._rest.startswith(marker)), "")
 
     def _thinking(self, out: list[Event]) -> bool:
-        thought, marker, self._rest = split_at(self._rest, (*self._form.ends, *self._triggers))
+        thought, marker, self._rest = split_at(self._rest, self._interruptions)
         out.append(Reasoning(thought))
         if marker in self._triggers:
             self._rest, self._state = marker + self._rest, self._as_text
