@@ -99,6 +99,9 @@ OWN = {
     ),
     "arguments first": ALL.replace("CALL", f'<run>{{"arguments": {ARGUMENTS}, "name": "{NAME}"}}</run>'),
     "list": f"[RUN][{LIST}][/RUN]".replace("CALL", f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'),
+    "list after a known marker": "[TOOL_CALLS]["
+    + LIST.replace("CALL", f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}')
+    + "][/TOOL_CALLS]",
     "list of no marker": f"[{LIST}]".replace("CALL", f'{{"fn": "{NAME}", "arguments": {ARGUMENTS}}}'),
     "names as keys": f"<|run|>[{LIST}]<|ran|>".replace("CALL", f'{{"{NAME}": {ARGUMENTS}}}'),
     "name and object": ALL.replace("CALL", f"<run={NAME}>{ARGUMENTS}</run>"),
@@ -125,6 +128,7 @@ def test_other_forms_get_an_entry_of_their_own(form: str) -> None:
     found = derive(template)
     assert found.tools is not None, found.reason
     assert found.tool_format is None
+    assert "robe" not in repr(found.tools), "a text of a probe is no marker"
     text = answer(template, CALLS)
     for size in (len(text), 1, 7):
         content, calls = read(found.tools, [text[at : at + size] for at in range(0, len(text), size)])
@@ -160,6 +164,16 @@ REFUSING = (
                 "CALLS",
                 ALL.replace("CALL", f"<run={NAME}>{EACH}</run>").replace(
                     "PARAMETER", "<with={{ k }}>{{ (v if v is string else v | tojson) | escape }}</with>"
+                ),
+            ),
+            "<run=",
+        ),
+        (
+            TURN.replace(
+                "CALLS",
+                ALL.replace("CALL", f"<run={NAME}>{EACH}</run>").replace(
+                    "PARAMETER",
+                    "<with={{ k }}>{{ v.replace('<', '&lt;') if v is string else v | tojson }}</with>",
                 ),
             ),
             "<run=",
@@ -223,6 +237,27 @@ def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
     assert codec.shown.tool_format == "hermes"
 
 
+def test_marks_of_the_turns_end_are_not_the_formats() -> None:
+    calls = f"<calls>{ALL}</calls><|over|>".replace("CALL", f"<run={NAME}>{ARGUMENTS}</run>")
+    form = derive(ChatTemplate(TURN.replace("CALLS", calls), {})).tools
+    assert form is not None
+    assert (form.opening, form.closing) == ("<calls>", "</calls>")
+
+
+def test_a_section_for_each_call_may_hold_several() -> None:
+    form = derive(ChatTemplate(TURN.replace("CALLS", OWN["tags around each call"]), {})).tools
+    assert form is not None
+    text = "<calls>\n<run=other>\n</run>\n<run=look_up>\n</run>\n</calls>"
+    assert read(form, [text])[1] == [("other", {}), ("look_up", {})]
+
+
+@pytest.mark.parametrize(("name", "space"), [("glm45", "\n"), ("glm47", "")])
+def test_white_space_decides_among_entries(name: str, space: str) -> None:
+    parameter = f"<arg_key>{{{{ k }}}}</arg_key>{space}<arg_value>{PLAIN}</arg_value>{space}"
+    call = f"<tool_call>{NAME}{space}{EACH}</tool_call>{space}".replace("PARAMETER", parameter)
+    assert derive(ChatTemplate(TURN.replace("CALLS", ALL.replace("CALL", call)), {})).tool_format == name
+
+
 SHOWN = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning_content %}STARTTHOUGHTEND{% endif %}{{ m.content }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -245,6 +280,7 @@ SWITCHED = "{{ '<think>' if thinking else '</think>' }}"
         (HIDDEN.replace(".split('</think>')[-1]", "").replace("PROMPT", SWITCHED), "qwen3"),
         (HIDDEN.replace(".split('</think>')[-1]", "").replace("PROMPT", ""), None),
         (TURN, None),
+        ("Think in <think></think>, answer in <response></response>." + TURN, "granite"),
         ("{{ '</think>' if false }}" + TURN, None),
     ],
 )
