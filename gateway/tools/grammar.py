@@ -141,7 +141,7 @@ def _tags(form: Format, tools: Sequence[Callee]) -> list[Tag]:
         before, after = opening + form.begin + before, after + form.end + closing
         begin = _NUMBER.split(before)[0]
         end = "" if _NUMBER.search(after) else after
-        parts = [*_texts(before[len(begin) :]), *content, *_texts(after[len(end) :])]
+        parts = [*_texts(before[len(begin) :]), content, *_texts(after[len(end) :])]
         found.append(tag(begin, _sequence(parts), end))
     return found
 
@@ -155,15 +155,15 @@ def _whole(kind: JsonObject, tool: Callee) -> Tag:
     )
 
 
-def _call(form: Format, tool: Callee) -> tuple[str, list[Tag], str]:
+def _call(form: Format, tool: Callee) -> tuple[str, Tag, str]:
     """Returns the text of a call up to its arguments, these, and the text after them."""
     match form.call:
         case JsonObject() as kind:
             before = f'{{{kind.first}"{kind.name}": "{tool.name}", "{kind.arguments[0]}": '
-            return before, [json_schema(tool.schema)], "}"
+            return before, json_schema(tool.schema), "}"
         case NamedJson() as kind:
-            name = kind.prefix + tool.name
-            return name, [*_id(kind), *_texts(kind.between), json_schema(tool.schema)], ""
+            number = kind.id_mark + "{0}" if kind.id_is_number else ""
+            return kind.prefix + tool.name + number + kind.between, json_schema(tool.schema), ""
         case Tagged() as kind:
             style = {
                 "type": "tagged",
@@ -172,29 +172,19 @@ def _call(form: Format, tool: Callee) -> tuple[str, list[Tag], str]:
                 "json_key_ends": list(kind.json_key_ends),
                 "value_end": kind.value_end,
             }
-            return tool.name + kind.name_end, [_styled(tool, style)], ""
+            return tool.name + kind.name_end, _styled(tool, style), ""
         case Python():
-            return f"{tool.name}(", [_styled(tool, {"type": "python"})], ")"
+            return f"{tool.name}(", _styled(tool, {"type": "python"}), ")"
         case LooseObject(quote=quote):
-            return tool.name, [_styled(tool, {"type": "loose", "quote": quote})], ""
+            return tool.name, _styled(tool, {"type": "loose", "quote": quote}), ""
         case Elements(name_end=name_end, prefix=prefix):
-            return tool.name + name_end, [_styled(tool, {"type": "elements", "prefix": prefix})], ""
+            return tool.name + name_end, _styled(tool, {"type": "elements", "prefix": prefix}), ""
         case _:
             assert_never(form.call)
 
 
 def _styled(tool: Callee, style: dict[str, Any]) -> Tag:
     return {**json_schema(tool.schema), "style": style}
-
-
-def _id(kind: NamedJson) -> list[Tag]:
-    """Returns the parts of a call's id, if the format has ids."""
-    if not kind.id_mark:
-        return []
-    if kind.id_is_number:
-        return [constant(kind.id_mark), {"type": "regex", "pattern": "[0-9]{1,4}"}]
-    word: Tag = {"type": "regex", "pattern": "[A-Za-z0-9]{1,64}"}
-    return [{"type": "optional", "content": _sequence([constant(kind.id_mark), word])}]
 
 
 def _texts(text: str) -> list[Tag]:

@@ -373,18 +373,20 @@ class TagWriter:
             free = AllOf((ANY, Not(Joined((literal(self._optional_begin), ANY)))))
         call = self._until([trigger for trigger in triggers if rests[trigger]], excludes, rests, free)
         tail = self._terminal(_without([*triggers, *excludes], free))
-        return self._calls(tag, [(call,)], [tail], [self._tag(each, is_last=False) for each in tags])
+        return self._calls(tag, [(call,)], [tail])
 
     def _calls(
-        self, tag: dict[str, Any], calls: list[Sequence[Symbol]], tails: list[Sequence[Symbol]],
-        first: list[Sequence[Symbol]],
-    ) -> str:  # fmt: skip
+        self, tag: dict[str, Any], calls: list[Sequence[Symbol]], tails: list[Sequence[Symbol]]
+    ) -> str:
         """Returns a rule for free text with calls in it."""
         stop, needed = bool(tag.get("stop_after_first")), bool(tag.get("at_least_one"))
         rest = self._rule([])
         following: Sequence[Symbol] = () if stop else (rest,)
         self._writer.add(rest, [*tails, *((*call, *following) for call in calls)])
-        return self._rule([(*each, *following) for each in first]) if needed else rest
+        if not needed:
+            return rest
+        first = [self._tag(each, is_last=False) for each in _list(tag, "tags")]
+        return self._rule([(*each, *following) for each in first])
 
     def _token_triggered(self, tag: dict[str, Any]) -> str:
         triggers = {self._id(each) for each in _list(tag, "trigger_tokens")}
@@ -393,7 +395,7 @@ class TagWriter:
             self._rule([(self._excluded({"exclude_tokens": [*names, *sorted(triggers)]}),)]), 0, None
         )
         tags = [self._tag(each, is_last=False) for each in _list(tag, "tags")]
-        return self._calls(tag, [(free, *each) for each in tags], [(free,)], tags)
+        return self._calls(tag, [(free, *each) for each in tags], [(free,)])
 
     def _separated(self, tag: dict[str, Any]) -> Sequence[Symbol]:
         each = self._rule([self._tag(each, is_last=False) for each in _list(tag, "tags")])

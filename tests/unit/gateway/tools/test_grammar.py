@@ -215,6 +215,18 @@ def test_a_constraint_begins_behind_the_thinking(
         assert not accepts(constraint, text)
 
 
+@pytest.mark.parametrize(
+    "name", ["cohere", "kimi_k2", "kimi_k3", "llama4_pythonic", "minimax_m3", "mistral_v13"]
+)
+def test_calls_of_as_many_tools_as_a_request_takes(name: str) -> None:
+    form, tools = FORMATS[name], [Callee(f"tool_{number}", SCHEMA) for number in range(128)]
+    for tag in (required(form, tools, parallel=True), optional(form, tools, parallel=True)):
+        constraint = structural(tag)
+        call = Call("tool_127", {"city": "Paris"})
+        assert accepts(constraint, write(form, [call]))
+        assert not accepts(constraint, write(form, [call._replace(arguments={})]))
+
+
 def test_calls_of_gpt_oss_take_as_many_tools_as_a_request() -> None:
     tools = [Callee(f"tool_{number}", SCHEMA) for number in range(128)]
     constraint = structural(harmony.after_thinking("assistant", harmony.calls(tools)))

@@ -13,7 +13,8 @@ from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 
-SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "</think>", "<\uff5ccalls\u2581begin\uff5c>")
+MARKS = ("<|key|>", "<|value|>", "<|end|>")
+SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "</think>", "<\uff5ccalls\u2581begin\uff5c>", *MARKS)
 SIZE = VOCAB + 10
 Model = tuple[GrammarCompiler, tokenizers.Tokenizer]
 
@@ -69,6 +70,35 @@ def test_a_call_may_start_with_the_models_marker(model: Model, form: object) -> 
     assert END in set(allowed(matcher, SIZE))
     letters = tokenizer.encode("[").ids + tokenizer.encode("TOOL").ids + tokenizer.encode("_CALLS").ids
     assert accepts(matcher_of(spec(form), compiler), letters)
+
+
+@pytest.mark.parametrize(
+    ("style", "good", "bad"),
+    [
+        ({"type": "tagged", "key": "<|key|>", "key_end": "<|value|>", "json_key_ends": [], "value_end": "<|end|>"},
+         ["<|key|>a<|value|>x\n</b>é<|end|><|key|>n<|value|>5<|end|>", "<|key|>a<|value|><|end|><|key|>n<|value|>5<|end|>"],
+         ["<|key|>a<|value|>x<|value|>y<|end|>", "<|key|>a<|end|>", "<|key|>a<|value|>x<|end|><|key|>n<|value|>y<|end|>"]),
+        ({"type": "loose", "quote": "<|value|>"}, ["{a:<|value|>x,}<|value|>,n:5}"], ["{a:<|value|>x<|end|>,n:5}"]),
+        ({"type": "elements", "prefix": "<|key|>"}, ["<|key|><a>x<b><|key|></a><|key|><n>5<|key|></n>"],
+         ["<|key|><a>x<|end|></a><|key|><n>5<|key|></n>", "<|key|><a>x<|key|></n>"]),
+    ],
+)  # fmt: skip
+def test_values_between_the_models_markers(
+    model: Model, style: dict[str, object], good: list[str], bad: list[str]
+) -> None:
+    """Strings in the notations of calls may end with tokens, and contain none."""
+    compiler, tokenizer = model
+    properties = {"a": {"type": "string"}, "n": {"type": "integer"}}
+    schema = {"properties": properties, "required": ["a", "n"], "additionalProperties": False}
+    form = spec({"type": "json_schema", "json_schema": schema, "style": style})
+    for text in good:
+        matcher = matcher_of(form, compiler)
+        assert accepts(matcher, tokenizer.encode(text).ids)
+        assert END in set(allowed(matcher, SIZE))
+        spelled = [token for char in text for token in tokenizer.encode(char).ids]
+        assert accepts(matcher_of(form, compiler), spelled)
+    for text in bad:
+        assert not accepts(matcher_of(form, compiler), tokenizer.encode(text).ids)
 
 
 def test_thinking_may_end_with_the_models_marker(model: Model) -> None:
