@@ -34,13 +34,13 @@ from gateway.responses_api.input_items import (
     InputMessage,
     ReasoningItem,
 )
-from gateway.responses_api.schemas import Allowed, InputTokens, ResponseAnswer, ResponsesRequest, full_name
+from gateway.responses_api.schemas import InputTokens, ResponseAnswer, ResponsesRequest, full_name
 from gateway.responses_api.writer import ResponseObject, ResponseStreamWriter, chat_logprobs, collected
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import quote
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
-from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
+from gateway.schemas.tools import Allowed, EarlierCall, EarlierFunction, Function, Tool
 from gateway.text.chat_template import ChatTemplate, joined
 from protos.errors import NotFound
 

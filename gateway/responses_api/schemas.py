@@ -21,6 +21,7 @@ from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
 from gateway.schemas.tools import (
     INPUT_SCHEMA,
     MAX_TOOLS,
+    Allowed,
     Function,
     NamedChoice,
     ToolName,
@@ -158,14 +159,6 @@ ResponseTools = Annotated[
     AfterValidator(_distinct),
     BeforeValidator(bounded),
 ]
-
-
-class Allowed(NamedTuple):
-    """The choice among some of the tools."""
-
-    mode: Literal["auto", "required"]
-    names: tuple[str, ...]
-    """The model's names of functions."""
 
 
 def _names_in(namespace: str, tools: Sequence[ResponseTool]) -> list[str]:

@@ -16,7 +16,6 @@ from gateway.generation.streaming import ResponseWriter
 from gateway.http.errors import row_of
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, settled
 from gateway.responses_api.schemas import (
-    Allowed,
     CustomTool,
     IncompleteDetails,
     Namespace,
@@ -37,7 +36,7 @@ from gateway.responses_api.schemas import (
     TextFormat,
     scoped_names,
 )
-from gateway.schemas.tools import NamedChoice
+from gateway.schemas.tools import Allowed, NamedChoice
 from protos.errors import InvalidArgument, Overloaded, TriptychError
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -3,11 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationInfo, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, ignore, quote
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, Effort, SamplingRequest
-from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCalls, NamedChoice, ToolChoice, Tools, limit_calls
+from gateway.schemas.tools import (
+    FUNCTIONS_HINT,
+    Allowed,
+    EarlierCalls,
+    NamedChoice,
+    ToolChoice,
+    Tools,
+    limit_calls,
+)
 from protos import limits
 
 # Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
@@ -276,6 +284,24 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         if isinstance(choice, NamedChoice) and all(tool.function.name != choice.name for tool in self.tools):
             raise ValueError(f"tool_choice names '{clip(choice.name)}', which is not among the tools")
         return self
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _only_allowed_tools(
+        cls, value: Any, handler: ModelWrapValidatorHandler["ChatCompletionRequest"]
+    ) -> "ChatCompletionRequest":
+        """Leaves out tools that ``tool_choice`` does not allow."""
+        body = handler(value)
+        choice = body.tool_choice
+        if not isinstance(choice, Allowed):
+            return body
+        names = [tool.function.name for tool in body.tools]
+        if unknown := [name for name in choice.names if name not in names]:
+            raise ValueError(f"tool_choice allows '{clip(unknown[0])}', which is not among the tools")
+        if not choice.names and choice.mode == "required":
+            raise ValueError("tool_choice requires a call, but allows no function")
+        tools = [tool for tool in body.tools if tool.function.name in choice.names]
+        return body.model_copy(update={"tools": tools, "tool_choice": choice.mode if tools else None})
 
     @property
     def output_limit(self) -> int | None:

@@ -221,21 +221,49 @@ class NamedChoice(NamedTuple):
     name: str
 
 
+class Allowed(NamedTuple):
+    """The choice among some of the tools."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+    """The model's names of functions."""
+
+
 _CHOICES: Final = ("none", "auto", "required")
 
 
 def _choice(value: Any) -> Any:
     if value is None or value in _CHOICES:
         return value
-    if isinstance(value, dict) and (kind := value.get("type")) in ("function", "custom"):
-        given = {name: item for name, item in value.items() if item is not None}
-        function = value.get(kind) if given.keys() <= {"type", kind} else None
-        if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
-            return NamedChoice(function["name"])
+    if (name := _chosen(value)) is not None:
+        return NamedChoice(name)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        allowed = value.get("allowed_tools")
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        names = [_chosen(tool) for tool in tools] if isinstance(tools, list) else [None]
+        known = tuple(name for name in names if name is not None)
+        if (
+            isinstance(allowed, dict)
+            and allowed.get("mode") in ("auto", "required")
+            and len(known) == len(names)
+        ):
+            return Allowed(allowed["mode"], known)
     raise ValueError(
-        'must be "none", "auto", "required" or {"type": "function", "function": {"name": "…"}},'
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or'
+        ' {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}},'
         f" got {quote(value)}"
     )
+
+
+def _chosen(value: Any) -> str | None:
+    """Returns the name of a chosen function or custom tool."""
+    if not isinstance(value, dict) or (kind := value.get("type")) not in ("function", "custom"):
+        return None
+    given = {name: item for name, item in value.items() if item is not None}
+    function = value.get(kind) if given.keys() <= {"type", kind} else None
+    if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
+        return function["name"]
+    return None
 
 
 Tools = Annotated[
@@ -245,7 +273,7 @@ Tools = Annotated[
     BeforeValidator(bounded),
 ]
 ToolChoice = Annotated[
-    NamedChoice | Literal["none", "auto", "required"] | None,
+    Allowed | NamedChoice | Literal["none", "auto", "required"] | None,
     PlainValidator(_choice, json_schema_input_type=str | dict[str, Any] | None),
 ]
 

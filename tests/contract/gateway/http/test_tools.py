@@ -205,6 +205,22 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
     }  # fmt: skip
 
 
+async def test_allowed_tools(stack: Stack) -> None:
+    """Only the allowed tools are shown and callable, by choice or by need."""
+    for mode in ("auto", "required"):
+        tools = [{"type": "function", "function": {"name": "get_time"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        await collected(stack, tool_choice=choice)
+        assert "get_time" in stack.prompt
+        assert "get_weather" not in stack.prompt
+    assert "get_weather" not in stack.scheduler.requests[-1].sampling.structured_output.structural_tag
+    tools = [{"type": "function", "function": {"name": "other"}}]
+    status, error = await stack.refusal(
+        PATH, **ASK, tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    )
+    assert (status, "'other'" in error["message"]) == (400, True)
+
+
 async def test_optional_calls_need_a_parser(plain: Stack) -> None:
     """A model whose calls could not be found is not asked for any: the request is refused."""
     status, error = await plain.refusal(PATH, **ASK)
