@@ -8,7 +8,8 @@ from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, Call
 from gateway.parsers.json_scan import skip_blanks
 from gateway.parsers.values import Schema
 
-_PARTS: Final = re.compile(r"\s+|\{[01]\}")
+# White space and numbers; between two tags, white space may stand as well.
+_PARTS: Final = re.compile(r"\s+|(?<=>)(?=<)|\{[01]\}")
 _BLANKS: Final = " \t\n\r"
 
 # Longest name of a function; anything longer is not a call and need not be held back.
@@ -34,6 +35,11 @@ class Marker:
 
     def __bool__(self) -> bool:
         return bool(self.text)
+
+    @property
+    def first(self) -> str:
+        """The marker up to its first white space or number."""
+        return self._constants[0]
 
     def match(self, text: str, at: int = 0) -> int | None:
         """Compares the marker with the text from ``at`` on.

@@ -44,6 +44,10 @@ class _Markers(NamedTuple):
     closings: tuple[Marker, ...]
     ends: tuple[Marker, ...]
     """All that may follow a call without arguments, or a parameter."""
+    stop: Marker
+    """The end of a call and of its section."""
+    start: Marker
+    """The beginning of another section and its call; empty where calls stand in no section."""
 
 
 @lru_cache(maxsize=64)
@@ -52,9 +56,11 @@ def _markers(form: Format) -> _Markers:
     begin = Marker(form.begin)
     closings = tuple(Marker(text) for text in (form.closing, *form.also_closing) if text)
     triggers = dict.fromkeys((*openings, begin.text) if begin else openings)
-    ends = (Marker(form.end), *closings, *map(Marker, triggers))
+    ends = tuple(filter(None, (Marker(form.end), *closings, *map(Marker, triggers))))
+    stop = Marker(form.end + form.closing)
+    start = Marker(form.opening + form.begin if form.closing else "")
     return _Markers(
-        tuple(triggers), frozenset(openings), begin, Marker(form.end), closings, tuple(filter(None, ends))
+        tuple(triggers), frozenset(openings), begin, Marker(form.end), closings, ends, stop, start
     )
 
 
@@ -172,7 +178,16 @@ class CallParser(ParserBase):
             case NamedJson():
                 return NamedCall(call, counter, schema=schema, accept=accept, before=before, ends=ends)
             case Tagged():
-                return TaggedCall(call, counter, schema=schema, accept=accept, before=before, ends=ends)
+                return TaggedCall(
+                    call,
+                    counter,
+                    schema=schema,
+                    accept=accept,
+                    before=before,
+                    ends=ends,
+                    stop=self._markers.stop,
+                    start=self._markers.start,
+                )
             case Python():
                 return PythonCall(call, counter, schema=schema, accept=accept, before=before)
             case LooseObject():
@@ -218,7 +233,7 @@ class CallParser(ParserBase):
             self._pass(1)
             self._is_separated = True
             return True
-        if self._in_list and self._rest[0] == "]" and not self._is_separated:
+        if self._in_list and self._rest[0] == "]":
             self._passed()
             self._rest, self._in_list = self._rest[1:], False
             return True

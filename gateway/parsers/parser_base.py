@@ -89,17 +89,6 @@ class ParserBase:
         """Puts the text set aside back in front of the rest."""
         self._rest = self._passed() + self._rest
 
-    def _close(self, marker: str, then: State) -> bool:
-        """A state that drops an optional end marker and white space before it, then enters ``then``."""
-        if not self._skip() or (marker.startswith(self._rest) and self._rest != marker):
-            return False
-        if self._rest.startswith(marker):
-            self._passed()
-            self._rest = self._rest[len(marker) :]
-        self._back()
-        self._state = then
-        return True
-
     def _end(self, out: list[Event]) -> None:
         """Handles the end of the text; by default, the text held back becomes content."""
         self._back()

@@ -63,7 +63,17 @@ class ThinkingFormat:
         if variables.get("reasoning_effort") == "none":
             return False
         given = [variables[name] for name in self.switches if variables.get(name) is not None]
-        return any(given) if given else None
+        return any(map(_is_on, given)) if given else None
+
+
+_OFF: Final = frozenset({"disabled", "false", "no", "none", "off"})
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a variable switches thinking on. Some clients write it as in other APIs."""
+    if isinstance(value, Mapping):
+        value = value.get("type")
+    return value.casefold() not in _OFF if isinstance(value, str) else bool(value)
 
 
 THINK: Final = ThinkingFormat()

@@ -7,7 +7,7 @@ from typing import Final
 from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
 from gateway.parsers.events import CallCounter, Event
 from gateway.parsers.formats import Tagged
-from gateway.parsers.json_scan import is_value
+from gateway.parsers.json_scan import is_value, skip_blanks
 from gateway.parsers.parser_base import undecided
 from gateway.parsers.values import Schema, as_json, property_schema, quoted, types
 
@@ -27,6 +27,8 @@ class TaggedCall(CallReader):
         accept: Callable[[str], bool],
         before: str,
         ends: Sequence[Marker],
+        stop: Marker,
+        start: Marker,
     ) -> None:
         """Waits for the name; see :class:`CallReader`.
 
@@ -37,22 +39,29 @@ class TaggedCall(CallReader):
             accept: whether a function name belongs to a tool.
             before: text of the call before the name.
             ends: markers that may follow the call.
+            stop: the end of a call and of its section.
+            start: the beginning of another section and its call, or an empty marker.
         """
         super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
         self._form = form
         self._name_end, self._key_start = Marker(form.name_end), Marker(form.key)
         self._key_ends = [Marker(text) for text in (form.key_end, *form.json_key_ends)]
         self._value_end = Marker(form.value_end)
-        self._ends = list(ends)
+        self._ends, self._stop, self._starts = tuple(ends), stop, (start,) if start else ()
+        self._marks = [mark for mark in (self._value_end.text, stop.first) if mark]
+        self._candidates = re.compile("|".join(map(re.escape, self._marks)))
+        self._longest = max(map(len, self._marks))
+        self._called = ""
         self._root: Schema = None
         self._has_keys = False
         # Of the current value.
         self._allowed = _TEXT
-        self._searched = 0
+        # Where the search for its end goes on, and where the blanks after a marker end.
+        self._searched = self._blank = 0
         self._is_json = False
         self._text_begun = False
 
-    def _name(self, out: list[Event]) -> bool:
+    def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
         end = match_end(_NAME, self._rest)
@@ -61,29 +70,33 @@ class TaggedCall(CallReader):
         name = self._rest[:end]
         if not 0 < end <= MAX_NAME or not self._accept(name):
             return self._fail()
-        after = end
         if self._name_end:
-            matched = self._name_end.match(self._rest, end)
-            if matched is None:
+            after = self._name_end.match(self._rest, end)
+            if after is None:
                 return False
-            if matched < 0:
+            if after < 0:
                 return self._fail()
-            after = matched
-        elif (decided := self._at((self._key_start, *self._ends), self._blanks(end))[1]) is None:
-            return False
-        elif decided < 0:
-            return self._fail()
-        self._take(after)
-        self._root = self._schema(name)
-        self._announce(name, out)
+            end = after
+        self._called = name
+        self._take(end)
+        self._state = self._named
+        return True
+
+    def _named(self, out: list[Event]) -> bool:
+        """After the name: a parameter or the end of the call must follow."""
+        if not self._name_end:
+            if not self._skip():
+                return False
+            end = self._at((self._key_start, *self._ends))[1]
+            if end is None:
+                return False
+            if end < 0:
+                return self._fail()
+        self._root = self._schema(self._called)
+        self._announce(self._called, out)
         self._emit("{", out)
         self._state = self._next
         return True
-
-    def _blanks(self, at: int) -> int:
-        while at < len(self._rest) and self._rest[at].isspace():
-            at += 1
-        return at
 
     def _next(self, out: list[Event]) -> bool:
         """Before a parameter, or the end of the call."""
@@ -112,7 +125,7 @@ class TaggedCall(CallReader):
             return self._fail()
         self._take(end)
         self._emit((", " if self._has_keys else "") + quoted(key) + ": ", out)
-        self._has_keys, self._text_begun, self._searched = True, False, 0
+        self._has_keys, self._text_begun, self._searched, self._blank = True, False, 0, 0
         self._is_json = marker is not self._key_ends[0]
         if self._form.json_key_ends and not self._is_json:
             self._allowed = _TEXT
@@ -129,24 +142,42 @@ class TaggedCall(CallReader):
 
     def _value(self, out: list[Event]) -> bool:
         """Reads a value up to the tag that ends it; the same tag before other text is part of the value."""
-        tag, at = self._value_end.text, self._searched - 1
-        while (at := self._rest.find(tag, at + 1)) >= 0:
-            _, end = self._at((self._key_start, *self._ends), self._blanks(at + len(tag)))
+        while (found := self._candidates.search(self._rest, self._searched)) is not None:
+            at = found.start()
+            end = self._end_at(at)
+            if end == -1:
+                self._searched, self._blank = at + 1, 0
+                continue
             if end is None:
+                self._searched = at
                 self._stream(at, out)
                 return False
-            if end >= 0:
-                self._end_value(at, out)
-                return True
-        # A part of the tag may be at the end.
-        self._searched = max(0, len(self._rest) - len(tag) + 1)
+            self._end_value(at, out)
+            return True
+        # A part of a marker may be at the end.
+        self._searched = max(self._searched, len(self._rest) - self._longest + 1)
         self._stream(self._searched, out)
         return False
+
+    def _end_at(self, at: int) -> int | None:
+        """Whether the value ends at a marker; -1: the marker is part of it, ``None``: more text must decide.
+
+        A value without its tag ends with the call, where another section or the end of the text follows.
+        """
+        end, followers = self._value_end.match(self._rest, at), (self._key_start, *self._ends)
+        if end == -1:
+            end, followers = self._stop.match(self._rest, at), self._starts
+        if end is None or end == -1:
+            return end
+        # Blanks are read once.
+        self._blank = skip_blanks(self._rest, max(end, self._blank))
+        return None if self._blank == len(self._rest) else self._at(followers, self._blank)[1]
 
     def _stream(self, end: int, out: list[Event]) -> None:
         """Emits text before ``end``, except a line break that may belong to the tag."""
         if end > 1 and self._allowed == _TEXT and not self._is_json:
             self._searched = max(0, self._searched - end + 1)
+            self._blank = max(0, self._blank - end + 1)
             self._emit(self._open_text() + quoted(self._take(end - 1))[1:-1], out)
 
     def _open_text(self) -> str:
@@ -156,7 +187,8 @@ class TaggedCall(CallReader):
 
     def _end_value(self, at: int, out: list[Event]) -> None:
         text = self._take(at)
-        self._take(len(self._value_end.text))
+        tag = self._value_end.match(self._rest)
+        self._take(tag if tag and tag > 0 else 0)
         self._state = self._next
         if self._form.value_end.startswith("\n") and text.endswith("\n"):
             text = text[:-1]
@@ -170,10 +202,9 @@ class TaggedCall(CallReader):
     def finish(self, out: list[Event]) -> None:
         """Handles the end of the text: a value without its end is shown as far as it came."""
         if self._state in (self._value, self._value_start):
-            tag = self._value_end.text
-            at = self._rest.rfind(tag)
-            if at >= 0 and self._at((self._key_start, *self._ends), self._blanks(at + len(tag)))[1] is None:
-                self._end_value(at, out)
+            found = self._candidates.search(self._rest, self._searched)
+            if found and self._end_at(found.start()) is None:
+                self._end_value(found.start(), out)
             else:
                 self._cut_value(out)
         if self._state == self._next:
@@ -183,7 +214,7 @@ class TaggedCall(CallReader):
 
     def _cut_value(self, out: list[Event]) -> None:
         """Emits a value without its end, except a part of the tag."""
-        part = undecided(self._rest, self._value_end.text)
+        part = max(undecided(self._rest, mark) for mark in self._marks)
         text = self._take(len(self._rest) - part)
         if self._form.value_end.startswith("\n"):
             text = text.removesuffix("\n")

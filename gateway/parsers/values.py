@@ -2,8 +2,10 @@
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
 from gateway.parsers.json_scan import is_value
 
@@ -13,8 +15,7 @@ Schema = Mapping[str, Any] | bool | None
 # json.dumps would make another at each call.
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 _ALL: Final = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_MAX_REFERENCES: Final = 32
-_WORDS: Final = {"true": "true", "True": "true", "false": "false", "False": "false"}
+_WORDS: Final = {word: word.lower() for word in ("true", "True", "TRUE", "false", "False", "FALSE")}
 _NOTHING: Final = frozenset({"null", "None"})
 
 
@@ -26,21 +27,15 @@ def property_schema(schema: Schema, name: str, root: Schema) -> Schema:
         name: the member's name.
         root: the whole document, in which references are looked up.
     """
-    return _property(schema, name, root, 0)
-
-
-def _property(schema: Schema, name: str, root: Schema, depth: int) -> Schema:
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return None
-    properties = schema.get("properties")
-    if isinstance(properties, Mapping) and name in properties:
-        found: Schema = properties[name]
-        return found
+    others: Schema = None
     for part in _parts(schema, root):
-        if (inner := _property(part, name, root, depth + 1)) is not None:
-            return inner
-    others = schema.get("additionalProperties")
-    return others if isinstance(others, Mapping) else None
+        properties = part.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            found: Schema = properties[name]
+            return found
+        if others is None and isinstance(part.get("additionalProperties"), Mapping):
+            others = part["additionalProperties"]
+    return others
 
 
 def item_schema(schema: Schema, root: Schema) -> Schema:
@@ -50,43 +45,59 @@ def item_schema(schema: Schema, root: Schema) -> Schema:
         schema: a schema of arrays; it may refer to others.
         root: the whole document, in which references are looked up.
     """
-    return _items(schema, root, 0)
+    items = (part.get("items") for part in _parts(schema, root))
+    return next((found for found in items if isinstance(found, Mapping)), None)
 
 
-def _items(schema: Schema, root: Schema, depth: int) -> Schema:
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+def _parts(schema: Schema, root: Schema) -> list[Mapping[str, Any]]:
+    """Returns a schema, the targets of its references, and its alternatives, each once."""
+    parts: dict[int, Mapping[str, Any]] = {}
+    pending = [schema]
+    while pending:
+        part = pending.pop(0)
+        if isinstance(part, Mapping) and id(part) not in parts:
+            parts[id(part)] = part
+            pending += [_target(part.get("$ref"), root)]
+            pending += [inner for key in ("anyOf", "oneOf", "allOf") for inner in _list(part.get(key))]
+    return list(parts.values())
+
+
+def _list(value: Any) -> list[Any]:
+    """Returns the value, or nothing if it is no list, as in a schema that is not valid."""
+    return value if isinstance(value, list) else []
+
+
+def _target(reference: Any, root: Schema) -> Schema:
+    if not isinstance(reference, str):
         return None
-    if isinstance(items := schema.get("items"), Mapping):
-        return items
-    found = (_items(part, root, depth + 1) for part in _parts(schema, root))
-    return next((inner for inner in found if inner is not None), None)
-
-
-def _parts(schema: Mapping[str, Any], root: Schema) -> list[Schema]:
-    """Returns the schemas that ``schema`` consists of: its target and its alternatives."""
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        parts.append(_target(reference, root))
-    return parts
-
-
-def _target(reference: str, root: Schema) -> Schema:
     target: Any = root
-    for step in reference.removeprefix("#").split("/")[1:]:
+    for step in unquote(reference.removeprefix("#")).split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
-        target = target.get(key) if isinstance(target, Mapping) else None
+        if isinstance(target, list) and key.isdecimal() and int(key) < len(target):
+            target = target[int(key)]
+        else:
+            target = target.get(key) if isinstance(target, Mapping) else None
     return target if isinstance(target, Mapping | bool) else None
 
 
 def types(schema: Schema, root: Schema) -> frozenset[str]:
     """Returns the names of JSON's types that ``schema`` allows; all of them if it does not say."""
-    return _types(schema, root, 0)
+    return _types(schema, root, {}) or _ALL
 
 
-def _types(schema: Schema, root: Schema, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+def _types(schema: Schema, root: Schema, known: dict[int, frozenset[str]]) -> frozenset[str]:
+    """Returns the types; none for a schema that refers to itself alone.
+
+    Args:
+        schema: the schema.
+        root: the whole document.
+        known: the results so far by a schema's identity, so that each is visited once.
+    """
+    if not isinstance(schema, Mapping):
         return _ALL
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = frozenset()
     found = _ALL
     stated = schema.get("type")
     if isinstance(stated, str):
@@ -97,15 +108,14 @@ def _types(schema: Schema, root: Schema, depth: int) -> frozenset[str]:
     if isinstance(values, list) and stated is None:
         found = frozenset(map(_type_of, values))
     for key in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(key), list) and parts:
-            found &= frozenset().union(*(_types(part, root, depth + 1) for part in parts))
-    for part in schema.get("allOf") or ():
-        found &= _types(part, root, depth + 1)
-    if isinstance(reference := schema.get("$ref"), str):
-        found &= _types(_target(reference, root), root, depth + 1)
+        if parts := _list(schema.get(key)):
+            found &= frozenset().union(*(_types(part, root, known) for part in parts)) or _ALL
+    for part in (*_list(schema.get("allOf")), _target(schema.get("$ref"), root)):
+        found &= _types(part, root, known) or _ALL
     if schema.get("nullable") is True:
         found |= {"null"}
-    return found or _ALL
+    known[id(schema)] = found
+    return found
 
 
 def _type_of(value: Any) -> str:
@@ -169,6 +179,10 @@ def _container(word: str) -> str | None:
     if is_value(word):
         return word
     try:
-        return json.dumps(ast.literal_eval(word), ensure_ascii=False, allow_nan=False).encode().decode()
+        with warnings.catch_warnings():
+            # Python warns about "\\d"; for the model it is a backslash.
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(word)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None

@@ -1,5 +1,6 @@
 """Each entry of the table reads the text that its models write, however it is cut."""
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from gateway.openai.chat import CollectedMessage
 from gateway.parsers.events import CallStart
 from gateway.parsers.formats import ALIASES, FORMATS
 from gateway.parsers.machine import CallParser
+from gateway.parsers.values import property_schema, types
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -191,3 +193,65 @@ def test_a_call_cut_anywhere_is_shown(name: str) -> None:
 def test_aliases_name_entries() -> None:
     assert set(ALIASES.values()) <= FORMATS.keys()
     assert not ALIASES.keys() & FORMATS.keys()
+
+
+SLOPPY = [
+    # Parameters without their end, and a call after one.
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n</function>\n</tool_call>", [X]),
+    (
+        "qwen3_coder",
+        (
+            "<tool_call>\n<function=f>\n<parameter=s>\nx\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=g>\n</function>\n</tool_call>"
+        ),
+        [X, NOTHING],
+    ),
+    ("glm47", "<tool_call>f<arg_key>s</arg_key><arg_value>x</tool_call>", [X]),
+    # Line breaks of another version of the format.
+    (
+        "glm47",
+        "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        [X],
+    ),
+    # A comma after the last call.
+    ("hunyuan", '<tool_calls>[{"name": "f", "arguments": {"s": "x"}},]</tool_calls>', [X]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), SLOPPY)
+def test_sloppy_texts(name: str, text: str, calls: list[tuple[str, str]]) -> None:
+    for size in (1, 2, 3, 5, 7, len(text)):
+        assert read(name, text, size) == (None, calls), size
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx</parameter>"),
+        ("glm47", "<tool_call>f"),
+    ],
+)
+def test_white_space_without_end_is_read_in_time_that_grows_with_it(name: str, text: str) -> None:
+    start = time.process_time()
+    read(name, text + " " * 50_000, 1)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    "part", [{"anyOf": 5}, {"allOf": 5}, {"properties": 5}, {"$ref": "#/$defs"}, {"enum": 1}]
+)
+def test_schemas_that_are_not_valid_give_no_types(part: dict[str, Any]) -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>"
+    parser = CallParser(FORMATS["qwen3_coder"], {"f": {"type": "object", **part}})
+    assert "".join(getattr(event, "fragment", "") for event in parser.whole(text)) == '{"s": "x"}'
+
+
+def test_types_of_a_schema_that_branches_into_itself() -> None:
+    """Each part is visited once."""
+    schema = {
+        "anyOf": [{"$ref": "#"}] * 9 + [{"type": "integer"}],
+        "properties": {"a": {"$ref": "#/anyOf/9"}},
+    }
+    assert types(schema, schema)
+    assert property_schema(schema, "b", schema) is None
+    assert types(property_schema(schema, "a", schema), schema) == {"integer"}
