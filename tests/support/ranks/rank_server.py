@@ -154,8 +154,8 @@ def _worker(running: RankServers, layout: RankLayout) -> Worker:
     )  # fmt: skip
     worker = Worker(settings, running.reasons.append)
     device = SimpleNamespace(
-        torch_device=torch.device("cpu"), identity=lambda: "", collectives="gloo", has_own_compiler=False,
-        default_collectives="gloo", prepare_ranks=lambda _: None,
+        torch_device=torch.device("cpu"), states_device=torch.device("cpu"), identity=lambda: "", collectives="gloo",
+        has_own_compiler=False, default_collectives="gloo", prepare_ranks=lambda _: None,
         default_level=0, highest_level=0, compiler_packages=(), name="cpu", product_name=lambda: "a device",
         use_ranks=lambda _: None, block_copies=lambda _: "tensors", release_unused=lambda: None, free_memory=lambda: 0,
     )  # fmt: skip
