@@ -24,7 +24,9 @@ CLASSES: list[type[ServiceSettings]] = [
     KeepWorkerSettings,
 ]
 # An empty key or name is a mistake, and an empty text is no JSON.
-NEVER_EMPTY = {"api_key", "served_model_name", "default_chat_template_kwargs", "override_generation_config"}
+NEVER_EMPTY = {
+    "api_key", "served_model_name", "default_chat_template_kwargs", "override_generation_config", "reasoning_effort_budgets",
+}  # fmt: skip
 
 every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 

@@ -66,7 +66,7 @@ def test_a_worker_declares_the_parameters_that_it_applies() -> None:
     """Grammars need a compiler, a pooling model samples nothing, and stopping is the scheduler's work."""
     sampled = {
         "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty", "frequency_penalty",
-        "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
+        "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "thinking_budget",
     }  # fmt: skip
     generating, pooling = SimpleNamespace(pooling=None), SimpleNamespace(pooling=object())
     worker: Any = SimpleNamespace(description=generating, grammars=None)

@@ -30,6 +30,7 @@ from worker_svc.sampling.state import (
     sampling_bytes,
     state_bytes,
 )
+from worker_svc.sampling.thinking import thinking_bytes
 from worker_svc.sampling.workspace import WORKSPACE_BYTES
 
 VOCAB = 70
@@ -193,7 +194,7 @@ def test_tables_come_with_the_first_request_that_needs_them() -> None:
     admit(state, request(1, complete_params(temperature=0.0, presence_penalty=1.0), [4], [4]))
     tables = (state.counts, state.allowed, state.bias_ids, state.bias_values,
               state.ban_tokens, state.ban_until, state.ban_prefix, state.ban_prefix_len)  # fmt: skip
-    assert sum(each.nbytes for each in tables) == state_bytes(3, VOCAB)
+    assert sum(each.nbytes for each in tables) + thinking_bytes(3) == state_bytes(3, VOCAB)
     logits = torch.zeros(2, VOCAB)
     logits[:, 4] = 0.5
     assert choose(state, logits, [1, 2, 0], [0, 1]).tolist() == [4, 0]
