@@ -1,8 +1,8 @@
 """The base of the readers of a call, and the comparison of markers with text that is still arriving."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text
 from gateway.parsers.json_scan import skip_blanks
@@ -11,6 +11,7 @@ from gateway.parsers.values import Schema
 # White space and numbers; between two tags, white space may stand as well.
 _PARTS: Final = re.compile(r"\s+|(?<=>)(?=<)|\{[01]\}")
 _BLANKS: Final = " \t\n\r"
+_NAME: Final = re.compile(r"[\w.:/-]*")
 
 # Longest name of a function; anything longer is not a call and need not be held back.
 MAX_NAME: Final = 256
@@ -62,6 +63,24 @@ class Marker:
         return at
 
 
+class CallContext(NamedTuple):
+    """The place of a call in an answer."""
+
+    counter: CallCounter
+    tools: Mapping[str, Schema]
+    """The schema of the arguments of each of the request's tools, by name."""
+    is_marked: bool = True
+    """Whether a marker announces the call; else only names of the request's tools are calls."""
+    before: str = ""
+    """Text of the call before its name or object; returned as content without a call."""
+    ends: tuple[Marker, ...] = ()
+    """Markers that may follow the call."""
+    stop: Marker = Marker("")
+    """The end of the call and of its section."""
+    start: Marker = Marker("")
+    """The beginning of another section and its call; empty where calls stand in no section."""
+
+
 class CallReader:
     """Reads a call as it arrives. Subclasses are state machines over ``self._rest``.
 
@@ -74,32 +93,14 @@ class CallReader:
     failed: bool
     """The text is not a call; see :meth:`give_up`."""
 
-    def __init__(
-        self,
-        counter: CallCounter,
-        state: Callable[[list[Event]], bool],
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-    ) -> None:
-        """Waits for the call.
-
-        Args:
-            counter: numbers the call.
-            state: the first state.
-            schema: returns the schema of a tool's arguments, by name.
-            accept: whether a function name belongs to a tool.
-            before: text of the call before the name or object; returned as content without a call.
-        """
+    def __init__(self, context: CallContext, state: Callable[[list[Event]], bool]) -> None:
+        """Waits for the call, in its first state."""
         self.done = False
         self.failed = False
-        self._counter = counter
-        self._schema = schema
-        self._accept = accept
+        self._context = context
         self._rest = ""
         self._state = state
-        self._source = [before]
+        self._source = [context.before]
         self._start: CallStart | None = None
 
     @property
@@ -143,8 +144,24 @@ class CallReader:
         self._take(skip_blanks(self._rest))
         return bool(self._rest)
 
+    def _accept(self, name: str) -> bool:
+        """Whether a function of that name may be called here."""
+        return bool(name) and (self._context.is_marked or name in self._context.tools)
+
+    def _schema(self, name: str) -> Schema:
+        return self._context.tools.get(name)
+
+    def _name_ahead(self) -> str:
+        """Returns the name that the rest begins with; empty if more text must come, or after a failure."""
+        end = match_end(_NAME, self._rest)
+        if end == len(self._rest) and end <= MAX_NAME:
+            return ""
+        name = self._rest[:end]
+        self.failed = end > MAX_NAME or not self._accept(name)
+        return "" if self.failed else name
+
     def _announce(self, name: str, out: list[Event], given_id: str | None = None) -> None:
-        self._start = self._counter.start(name, given_id)
+        self._start = self._context.counter.start(name, given_id)
         out.append(self._start)
 
     def _emit(self, fragment: str, out: list[Event]) -> None:

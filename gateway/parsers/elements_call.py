@@ -10,19 +10,16 @@ Source: the chat template of MiniMax M3. A call is emitted whole, because elemen
 name are a list.
 """
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
-from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.call_reader import MAX_NAME, CallContext, CallReader, Marker
+from gateway.parsers.events import Event
 from gateway.parsers.formats import Elements
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.parser_base import split_at
 from gateway.parsers.values import Schema, as_json, item_schema, property_schema, quoted, types
 
-_NAME: Final = re.compile(r"[\w.:/-]*")
 _ITEM: Final = "item"
 # Name of the text between the children of an element, as in vLLM.
 _MIXED: Final = "$text"
@@ -49,16 +46,9 @@ class _Element:
 class ElementsCall(CallReader):
     """Reads a call and writes its arguments as JSON; see :class:`CallReader`."""
 
-    def __init__(
-        self,
-        form: Elements,
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-    ) -> None:
-        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+    def __init__(self, form: Elements, context: CallContext) -> None:
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, self._name)
         self._name_end, self._prefix = Marker(form.name_end), form.prefix
         # The call itself, and the elements that are open in it.
         self._open = [_Element("")]
@@ -66,13 +56,9 @@ class ElementsCall(CallReader):
     def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = match_end(_NAME, self._rest)
-        if end == len(self._rest) and end <= MAX_NAME:
+        if not (name := self._name_ahead()):
             return False
-        name = self._rest[:end]
-        if not 0 < end <= MAX_NAME or not self._accept(name):
-            return self._fail()
-        after = self._name_end.match(self._rest, end)
+        after = self._name_end.match(self._rest, len(name))
         if after is None:
             return False
         if after < 0:

@@ -1,14 +1,13 @@
 """Calls written as JSON objects."""
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Final
 
-from gateway.parsers.call_reader import CallReader
-from gateway.parsers.events import CallArguments, CallCounter, Event
+from gateway.parsers.call_reader import CallContext, CallReader
+from gateway.parsers.events import CallArguments, Event
 from gateway.parsers.formats import JsonObject
 from gateway.parsers.json_scan import ValueScanner, is_object, skip_blanks
-from gateway.parsers.values import Schema
 
 # Longest member key or function name; anything longer is not a call and need not be held back.
 _MAX_NAME: Final = 512
@@ -22,32 +21,10 @@ class JsonCall(CallReader):
     Without arguments, if a known tool is named, or with ``null``, they are empty.
     """
 
-    def __init__(
-        self,
-        form: JsonObject,
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-        others: bool = True,
-        known: Container[str] = (),
-    ) -> None:
-        """Waits for the object; see :class:`CallReader`.
-
-        Args:
-            form: how the call is written.
-            counter: numbers the call.
-            schema: returns the schema of a tool's arguments, by name.
-            accept: whether a function name belongs to a tool.
-            before: text of the call before the object.
-            others: whether any other members are skipped; else ``type`` alone.
-            known: names of tools whose arguments may be missing.
-        """
-        super().__init__(counter, lambda _: False, schema=schema, accept=accept, before=before)
+    def __init__(self, form: JsonObject, context: CallContext) -> None:
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, lambda _: False)
         self._form = form
-        self._others = others
-        self._known = known
         self._step: Callable[[str, int, list[Event]], int] = self._open
         self._scanner = ValueScanner()
         self._key = ""
@@ -92,12 +69,17 @@ class JsonCall(CallReader):
             self._step = self._colon
         return end
 
+    @property
+    def _has_tool(self) -> bool:
+        """Whether the name, after a marker, is a tool's; its arguments may be missing."""
+        return self._context.is_marked and self._name in self._context.tools
+
     def _expected(self, key: str) -> bool:
         if key == self._form.name:
             return not self._name
         if key in self._form.arguments:
             return not self._has_arguments
-        return self._others or key == "type"
+        return self._context.is_marked or key == "type"
 
     def _colon(self, text: str, at: int, _: list[Event]) -> int:
         at = skip_blanks(text, at)
@@ -188,7 +170,7 @@ class JsonCall(CallReader):
             return at
         if text[at] == ",":
             self._step = self._next_key
-        elif text[at] == "}" and (self._start or (self._name in self._known and not self._has_arguments)):
+        elif text[at] == "}" and (self._start or (self._has_tool and not self._has_arguments)):
             if self._start is None:
                 self._held = ["{}"]
                 self._begin(out)

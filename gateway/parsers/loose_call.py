@@ -7,11 +7,10 @@ Python or in none, and ``=`` for ``:``.
 import ast
 import json
 import re
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, match_end
-from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.call_reader import MAX_NAME, CallContext, CallReader, match_end
+from gateway.parsers.events import Event
 from gateway.parsers.formats import LooseObject
 from gateway.parsers.json_scan import MAX_DEPTH, skip_blanks
 from gateway.parsers.parser_base import split_at
@@ -33,17 +32,9 @@ class _Container(NamedTuple):
 class LooseCall(CallReader):
     """Reads a call and writes its arguments as JSON. Texts are emitted as they arrive."""
 
-    def __init__(
-        self,
-        form: LooseObject,
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-    ) -> None:
-        """Waits for the name; see :class:`CallReader`."""
-        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+    def __init__(self, form: LooseObject, context: CallContext) -> None:
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, self._name)
         self._quote = form.quote
         self._root: Schema = None
         self._open: list[_Container] = []

@@ -4,11 +4,11 @@ A call that fails before its announcement is content, and other calls may follow
 revoked, and everything after it is content: a client cannot be corrected.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from gateway.parsers.call_reader import CallReader, Marker
+from gateway.parsers.call_reader import CallContext, CallReader, Marker
 from gateway.parsers.elements_call import ElementsCall
 from gateway.parsers.events import CallCounter, Event, Text, call_id, short_call_id
 from gateway.parsers.formats import (
@@ -30,6 +30,17 @@ from gateway.parsers.tagged_call import TaggedCall
 from gateway.parsers.values import Schema
 
 _SEPARATORS: Final = ",;"
+
+
+# Each takes a form of its own type.
+_READERS: Final[Mapping[type[CallForm], Callable[[Any, CallContext], CallReader]]] = {
+    JsonObject: JsonCall,
+    NamedJson: NamedCall,
+    Tagged: TaggedCall,
+    Python: PythonCall,
+    LooseObject: LooseCall,
+    Elements: ElementsCall,
+}
 
 
 class _Markers(NamedTuple):
@@ -156,44 +167,13 @@ class CallParser(ParserBase):
                 call = self._form.also_call or call
                 if isinstance(call, JsonObject):
                     return self._give_up()
-        self._reader = self._make_reader(call, self._passed())
+        marks = self._markers
+        context = CallContext(
+            self._counter, self._tools, self._is_marked, self._passed(), marks.ends, marks.stop, marks.start
+        )
+        self._reader = _READERS[type(call)](call, context)
         self._state = self._in_call
         return True
-
-    def _make_reader(self, call: CallForm, before: str) -> CallReader:
-        known = self._tools.__contains__
-        accept = bool if self._is_marked else known
-        schema, counter, ends = self._tools.get, self._counter, self._markers.ends
-        match call:
-            case JsonObject():
-                return JsonCall(
-                    call,
-                    counter,
-                    schema=schema,
-                    accept=accept,
-                    before=before,
-                    others=self._is_marked,
-                    known=self._tools if self._is_marked else (),
-                )
-            case NamedJson():
-                return NamedCall(call, counter, schema=schema, accept=accept, before=before, ends=ends)
-            case Tagged():
-                return TaggedCall(
-                    call,
-                    counter,
-                    schema=schema,
-                    accept=accept,
-                    before=before,
-                    ends=ends,
-                    stop=self._markers.stop,
-                    start=self._markers.start,
-                )
-            case Python():
-                return PythonCall(call, counter, schema=schema, accept=accept, before=before)
-            case LooseObject():
-                return LooseCall(call, counter, schema=schema, accept=accept, before=before)
-            case Elements():
-                return ElementsCall(call, counter, schema=schema, accept=accept, before=before)
 
     def _in_call(self, out: list[Event]) -> bool:
         reader = self._reader

@@ -1,14 +1,12 @@
 """Calls written as a name and a JSON object."""
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
-from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.call_reader import MAX_NAME, CallContext, CallReader, Marker, match_end
+from gateway.parsers.events import Event
 from gateway.parsers.formats import NamedJson
 from gateway.parsers.json_scan import ValueScanner
-from gateway.parsers.values import Schema
 
 _NAME: Final = re.compile(r"[\w./-]*")
 _ID: Final = re.compile(r"\w*")
@@ -17,29 +15,10 @@ _ID: Final = re.compile(r"\w*")
 class NamedCall(CallReader):
     """Reads a call. Its arguments are emitted exactly as written; without any they are empty."""
 
-    def __init__(
-        self,
-        form: NamedJson,
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-        ends: Sequence[Marker] = (),
-    ) -> None:
-        """Waits for the name; see :class:`CallReader`.
-
-        Args:
-            form: how the call is written.
-            counter: numbers the call.
-            schema: returns the schema of a tool's arguments, by name.
-            accept: whether a function name belongs to a tool.
-            before: text of the call before the name.
-            ends: markers that may follow the call.
-        """
-        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+    def __init__(self, form: NamedJson, context: CallContext) -> None:
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, self._name)
         self._form = form
-        self._ends = ends
         self._id_mark, self._between = Marker(form.id_mark), Marker(form.between)
         self._called = ""
         self._id: str | None = None
@@ -97,7 +76,7 @@ class NamedCall(CallReader):
             self._announce(self._called, out, self._id)
             self._state = self._arguments
             return True
-        _, end = self._at(self._ends)
+        _, end = self._at(self._context.ends)
         if end == -1:
             return self._fail()
         if end is not None:

@@ -9,13 +9,11 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any, Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, match_end
-from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.call_reader import MAX_NAME, CallContext, CallReader, match_end
+from gateway.parsers.events import Event
 from gateway.parsers.formats import Python
-from gateway.parsers.values import Schema
 
 _NAME: Final = re.compile(r"[\w.-]*")
 _KEYWORD: Final = re.compile(r"\s*([^\W\d]\w*)\s*=(?!=)")
@@ -32,13 +30,10 @@ class PythonCall(CallReader):
     def __init__(
         self,
         form: Python,  # noqa: ARG002 - as other readers
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
+        context: CallContext,
     ) -> None:
-        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, self._name)
         self._called = ""
         # Closing brackets still to come, and the quotation marks around the current string.
         self._closing = [")"]

@@ -1,54 +1,30 @@
 """Calls written as a name and parameters between tags, whose values are plain text."""
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Final
 
-from gateway.parsers.call_reader import MAX_NAME, CallReader, Marker, match_end
-from gateway.parsers.events import CallCounter, Event
+from gateway.parsers.call_reader import MAX_NAME, CallContext, CallReader, Marker
+from gateway.parsers.events import Event
 from gateway.parsers.formats import Tagged
 from gateway.parsers.json_scan import is_value, skip_blanks
 from gateway.parsers.parser_base import undecided
 from gateway.parsers.values import Schema, as_json, property_schema, quoted, types
 
-_NAME: Final = re.compile(r"[\w.:/-]*")
 _TEXT: Final = frozenset({"string"})
 
 
 class TaggedCall(CallReader):
     """Reads a call and writes its arguments as a JSON object. Texts are emitted as they arrive."""
 
-    def __init__(
-        self,
-        form: Tagged,
-        counter: CallCounter,
-        *,
-        schema: Callable[[str], Schema],
-        accept: Callable[[str], bool],
-        before: str,
-        ends: Sequence[Marker],
-        stop: Marker,
-        start: Marker,
-    ) -> None:
-        """Waits for the name; see :class:`CallReader`.
-
-        Args:
-            form: how the call is written.
-            counter: numbers the call.
-            schema: returns the schema of a tool's arguments, by name.
-            accept: whether a function name belongs to a tool.
-            before: text of the call before the name.
-            ends: markers that may follow the call.
-            stop: the end of a call and of its section.
-            start: the beginning of another section and its call, or an empty marker.
-        """
-        super().__init__(counter, self._name, schema=schema, accept=accept, before=before)
+    def __init__(self, form: Tagged, context: CallContext) -> None:
+        """Waits for the call; see :class:`CallContext`."""
+        super().__init__(context, self._name)
         self._form = form
         self._name_end, self._key_start = Marker(form.name_end), Marker(form.key)
         self._key_ends = [Marker(text) for text in (form.key_end, *form.json_key_ends)]
         self._value_end = Marker(form.value_end)
-        self._ends, self._stop, self._starts = tuple(ends), stop, (start,) if start else ()
-        self._marks = [mark for mark in (self._value_end.text, stop.first) if mark]
+        self._starts = (context.start,) if context.start else ()
+        self._marks = [mark for mark in (self._value_end.text, context.stop.first) if mark]
         self._candidates = re.compile("|".join(map(re.escape, self._marks)))
         self._longest = max(map(len, self._marks))
         self._called = ""
@@ -64,12 +40,9 @@ class TaggedCall(CallReader):
     def _name(self, _: list[Event]) -> bool:
         if not self._skip():
             return False
-        end = match_end(_NAME, self._rest)
-        if end == len(self._rest) and end <= MAX_NAME:
+        if not (name := self._name_ahead()):
             return False
-        name = self._rest[:end]
-        if not 0 < end <= MAX_NAME or not self._accept(name):
-            return self._fail()
+        end = len(name)
         if self._name_end:
             after = self._name_end.match(self._rest, end)
             if after is None:
@@ -87,7 +60,7 @@ class TaggedCall(CallReader):
         if not self._name_end:
             if not self._skip():
                 return False
-            end = self._at((self._key_start, *self._ends))[1]
+            end = self._at((self._key_start, *self._context.ends))[1]
             if end is None:
                 return False
             if end < 0:
@@ -102,7 +75,7 @@ class TaggedCall(CallReader):
         """Before a parameter, or the end of the call."""
         if not self._skip():
             return False
-        marker, end = self._at((self._key_start, *self._ends))
+        marker, end = self._at((self._key_start, *self._context.ends))
         if end is None:
             return False
         if marker is None:
@@ -164,9 +137,9 @@ class TaggedCall(CallReader):
 
         A value without its tag ends with the call, where another section or the end of the text follows.
         """
-        end, followers = self._value_end.match(self._rest, at), (self._key_start, *self._ends)
+        end, followers = self._value_end.match(self._rest, at), (self._key_start, *self._context.ends)
         if end == -1:
-            end, followers = self._stop.match(self._rest, at), self._starts
+            end, followers = self._context.stop.match(self._rest, at), self._starts
         if end is None or end == -1:
             return end
         # Blanks are read once.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.parsers.call_reader import CallReader
+from gateway.parsers.call_reader import CallContext, CallReader
 from gateway.parsers.elements_call import ElementsCall
 from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text, merged
 from gateway.parsers.formats import Elements, LooseObject, Python
@@ -29,14 +29,14 @@ PREFIX = "]<]minimax[>["
 
 
 def reader(form: str) -> CallReader:
-    counter = CallCounter(lambda: "id")
-    options: Any = {"schema": lambda _: SCHEMA, "accept": {"f", "a.b-c"}.__contains__, "before": "<"}
+    tools: dict[str, Any] = dict.fromkeys(("f", "a.b-c"), SCHEMA)
+    context = CallContext(CallCounter(lambda: "id"), tools, is_marked=False, before="<")
     match form:
         case "python":
-            return PythonCall(Python(), counter, **options)
+            return PythonCall(Python(), context)
         case "loose":
-            return LooseCall(LooseObject(QUOTE), counter, **options)
-    return ElementsCall(Elements(name_end='">\n', prefix=PREFIX), counter, **options)
+            return LooseCall(LooseObject(QUOTE), context)
+    return ElementsCall(Elements(name_end='">\n', prefix=PREFIX), context)
 
 
 def feed(form: str, parts: list[str]) -> tuple[list[Event], str]:
