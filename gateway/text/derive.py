@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from gateway.parsers import harmony
+from gateway.parsers.events import CallStart
 from gateway.parsers.formats import (
     FORMATS,
     CallForm,
@@ -29,6 +30,7 @@ from gateway.parsers.formats import (
     Python,
     Tagged,
 )
+from gateway.parsers.machine import CallParser
 from gateway.parsers.reasoning import SWITCHES, THINKING_FORMATS, ThinkingFormat
 from gateway.parsers.writing import Call, write
 from gateway.schemas.base import clip
@@ -128,7 +130,7 @@ def _format_of(
     """Returns the name of the calls' format and its entry, of which one may be missing."""
     if f"to={harmony.FUNCTIONS}{written.calls[0].name}" in written.text and harmony.MESSAGE in written.text:
         return HARMONY, None
-    if fitting := [name for name, form in FORMATS.items() if _fits(form, written)]:
+    if fitting := [n for n, form in FORMATS.items() if _fits(form, written) and _reads(form, written)]:
         texts = {name: write(FORMATS[name], written.calls) for name in fitting}
         # The longest text includes all markers; among equals, white space decides.
         name = max(
@@ -224,7 +226,7 @@ class _Probe:
 
 
 _USER: Final = {"role": "user", "content": _QUESTION}
-_TOOLS: Final = [
+_TOOLS: Final[list[dict[str, Any]]] = [
     {
         "type": "function",
         "function": {
@@ -244,6 +246,9 @@ _TOOLS: Final = [
     }
     for name in ("probe_first", "probe_second")
 ]
+
+
+_SCHEMAS: Final = {tool["function"]["name"]: tool["function"]["parameters"] for tool in _TOOLS}
 
 
 def _tool_calls(calls: Sequence[Call], ids: CallIds, as_text: bool) -> list[dict[str, Any]]:
@@ -329,6 +334,13 @@ def _fits(form: Format, written: _Written) -> bool:
     text, own = _plain(text), _plain(write(form, written.calls))
     rest = text.removeprefix(own)
     return text != rest and bool(_plain(written.ending).endswith(rest) or _END_OF_TURN.fullmatch(rest))
+
+
+def _reads(form: Format, written: _Written) -> bool:
+    """Whether an entry's parser finds the calls: the comparison overlooks letter case and quotation marks."""
+    events = CallParser(form, _SCHEMAS).whole(written.text)
+    names = [event.name for event in events if isinstance(event, CallStart)]
+    return names == [call.name for call in written.calls]
 
 
 # An entry from a template's calls.

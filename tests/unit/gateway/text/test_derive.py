@@ -73,6 +73,16 @@ def read(form: Format, pieces: Iterable[str]) -> tuple[str, list[tuple[str, Any]
     return text, list(zip(names, map(json.loads, fragments), strict=True))
 
 
+def test_an_entry_is_chosen_only_if_it_reads_the_calls() -> None:
+    """Markers in capital letters resemble those of Hermes, but its parser would not find them."""
+    source = TEMPLATES["hermes"].replace("tool_call>", "TOOL_CALL>")
+    found = derive(ChatTemplate(source, {}))
+    assert found.tool_format is None
+    assert found.tools is not None
+    text = '<TOOL_CALL>\n{"name": "f", "arguments": {"a": 1}}\n</TOOL_CALL>'
+    assert any(isinstance(event, CallStart) for event in CallParser(found.tools, {"f": None}).whole(text))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_shows_an_entry(name: str) -> None:
     found = derive(ChatTemplate(TEMPLATES[name], {}))
