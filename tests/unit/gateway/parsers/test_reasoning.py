@@ -224,3 +224,12 @@ def test_an_answer_that_continues_a_turn_begins_where_that_ends(continued: str, 
             THINKING_FORMATS[name], f"assistant\n{continued}", variables={}, continued=continued
         )
         assert found is (OPEN if at is POSSIBLE and name == "deepseek_r1" else at)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [(True, True), ("enabled", True), ({"type": "enabled"}, True), (False, False), ("disabled", False),
+     ({"type": "disabled"}, False), ("False", False), ("off", False)],
+)  # fmt: skip
+def test_switches_may_be_written_as_in_other_apis(value: object, on: bool) -> None:
+    assert THINKING_FORMATS["deepseek_v3"].wanted({"thinking": value}) is on

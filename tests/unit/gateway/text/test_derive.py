@@ -17,6 +17,7 @@ from gateway.text.chat_template import ChatTemplate
 from gateway.text.derive import Derived, derive
 from gateway.text.tokenization import TextCodec
 from gateway.tools.grammar import Callee, required, structural
+from protos.errors import InvalidArgument
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, folder_with
 from tests.support.parsers.chat_templates import FOUND, SPECIAL_TOKENS, formats_of, trl_templates
@@ -71,6 +72,16 @@ def read(form: Format, pieces: Iterable[str]) -> tuple[str, list[tuple[str, Any]
     ]
     text = "".join(event.text for event in events if isinstance(event, Text))
     return text, list(zip(names, map(json.loads, fragments), strict=True))
+
+
+@pytest.mark.parametrize("error", ["10 // (m.content | length)", "'{5}'.format(1)", "range(10 ** 9) | list"])
+def test_a_template_that_fails_shows_nothing(error: str) -> None:
+    """Its own errors are refusals, at the start and in requests."""
+    source = "{% for m in messages %}{% if tools %}{{ ERROR }}{% endif %}{% for c in m.tool_calls %}c{% endfor %}{% endfor %}"
+    template = ChatTemplate(source.replace("ERROR", error), {})
+    assert derive(template).tools is None
+    with pytest.raises(InvalidArgument):
+        template.render([{"role": "user", "content": ""}], add_generation_prompt=True, tools=[{"a": 1}])
 
 
 def test_an_entry_is_chosen_only_if_it_reads_the_calls() -> None:
